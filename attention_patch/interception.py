@@ -1,10 +1,10 @@
 """Scoped interception of attention functions.
 
-An attention module asks its registry for a function and calls it with the queries, keys and values
-after RoPE. While `intercept` is open, a function that is asked for looks into its keyword
-arguments for an override, and runs it. The override rides in the keyword arguments of the module's
-own forward, so that it reaches the calls of that one forward and no others: every other model,
-thread and call gets what it would have got.
+An attention module gets a function from its registry and calls it with the queries, keys and
+values after RoPE. While `intercept` is open, functions from the registry look for an override in
+their keyword arguments and run it. The override is passed as a keyword argument of the module's
+forward, so it affects the attention calls of this forward only; every other model, thread and call
+is unchanged.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from typing import Any
 from attention_patch.reversible import Patch, wrap
 
 OVERRIDE = "attention_override"
-"""Keyword argument of an attention forward that carries the override."""
+"""Keyword argument of an attention forward that holds the override."""
 
 Override = Callable[..., Any]
-"""`override(function, module, query, key, value, attention_mask, **kwargs)`, to call `function`."""
+"""`override(function, module, query, key, value, attention_mask, **kwargs)`, run in place of the
+attention function `function`."""
 
 
 def intercept(interface: Any) -> Patch:
-    """Make the functions of `interface`, a registry like `ALL_ATTENTION_FUNCTIONS`, heed overrides.
+    """Make the functions of a registry like `ALL_ATTENTION_FUNCTIONS` run overrides.
 
     Returns:
-        The patch; interception ends with its `remove()`.
+        The patch; its `remove()` ends the interception.
     """
-    # Once for all modules whose scopes ask for it: each time would cost every call of each of them.
-    return wrap(interface, "get_interface", _heed_overrides, shared=True)
+    # Shared by all modules and scopes: every further layer would slow down every call.
+    return wrap(interface, "get_interface", _run_overrides, shared=True)
 
 
 def with_override(kwargs: Mapping[str, Any], override: Override) -> dict[str, Any]:
-    """Keyword arguments for an attention forward, with `override` around any already there."""
+    """`kwargs` of an attention forward plus `override`, wrapped around any existing override."""
     inner = kwargs.get(OVERRIDE)
     if inner is None:
         return {**kwargs, OVERRIDE: override}
@@ -44,7 +45,7 @@ def with_override(kwargs: Mapping[str, Any], override: Override) -> dict[str, An
     return {**kwargs, OVERRIDE: both}
 
 
-def _heed_overrides(get_interface: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_overrides(get_interface: Any, *args: Any, **kwargs: Any) -> Any:
     return partial(_dispatch, get_interface(*args, **kwargs))
 
 

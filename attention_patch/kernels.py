@@ -1,12 +1,12 @@
 """Attention over a layer whose heads hold different numbers of tokens.
 
-| name | how | on |
+| kernel | method | device |
 |---|---|---|
-| `blocks` | products over all blocks of slots, put together head by head | any device |
-| `varlen` | torch's variable-length kernel over what the context has left | CUDA, 16-bit |
+| `blocks` | products over all blocks of slots, combined per head | any device |
+| `varlen` | torch's variable-length kernel over the kept context | CUDA, 16-bit |
 
-Both attend over the recent tokens, which all heads hold, in one product, and give the same result
-within rounding.
+Both attend over the recent tokens, which are the same for all heads, in one product. Their results
+agree within rounding.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _SIXTEEN = torch.float16, torch.bfloat16
 LOG2_E = math.log2(math.e)
 
 LOGITS = 2**22
-"""Logits held at a time (16 MiB in float32); longer questions are asked some tokens at a time."""
+"""Logits held at a time (16 MiB in float32); longer calls are split along the query tokens."""
 
 
 @dataclass
 class Query:
-    """What asks, and how.
+    """The queries of one attention call and how they attend.
 
     Attributes:
         states: `(B, H, q, d)`, after RoPE.
         visible: `(1 or B, 1 or H, q, n)` bool, which of the last `n` tokens of the sequence each
-            query sees; all see what came before. None: they see everything.
+            query sees; earlier tokens are always visible. None: all tokens are visible.
         scaling: factor on the logits.
         softcap: bound of `tanh` soft-capping of the logits, or None.
-        sinks: `(H,)` learned logits that take part in the softmax, or None.
+        sinks: `(H,)` learned sink logits that take part in the softmax, or None.
     """
 
     states: Tensor
@@ -52,14 +52,14 @@ class Query:
     sinks: Tensor | None = None
 
     def factor(self, unit: float = 1.0) -> float:
-        """Of the states, ahead of their product with keys; see `logits`."""
+        """Factor on the states before their product with keys; see `logits`."""
         return unit * self.scaling if self.softcap is None else self.scaling / self.softcap
 
     def logits(self, products: Tensor, unit: float = 1.0) -> Tensor:
         """Logits times `unit`, in float32 or better.
 
         Args:
-            products: of the states times `factor(unit)` with keys.
+            products: of the keys with the states, which are multiplied by `factor(unit)`.
         """
         products = upcast(products)
         if self.softcap is None:
@@ -67,12 +67,12 @@ class Query:
         return torch.tanh(products) * (self.softcap * unit)
 
     def masks_context(self, layer: RaggedLayer) -> bool:
-        """Whether it says which tokens of the context are seen, not only of those after it."""
+        """Whether `visible` covers tokens of the context, and not only recent tokens."""
         n_recent = layer.recent_states()[0].shape[1]
         return self.visible is not None and self.visible.shape[-1] > n_recent
 
     def rows(self, start: int, stop: int) -> Query:
-        """Some of its tokens."""
+        """The same for the query tokens `start` to `stop`."""
         visible = None if self.visible is None else self.visible[:, :, start:stop]
         return replace(self, states=self.states[:, :, start:stop], visible=visible)
 
@@ -90,11 +90,11 @@ def attend_heads(layer: RaggedLayer, queries: Query, backend: str | None) -> Ten
 def queries_of(
     site: AttentionSite, query: Tensor, visible: Tensor | None, kwargs: dict[str, Any]
 ) -> Query:
-    """What an attention function is asked.
+    """The `Query` of a call of an attention function.
 
     Args:
         query: `(B, H, q, d)`, after RoPE.
-        visible: see `Query`; as `press_core.cache.reading.helped` makes it.
+        visible: see `Query`; made by `press_core.cache.reading.helped`.
         kwargs: the other keyword arguments of the attention function.
 
     Raises:
@@ -116,17 +116,17 @@ def queries_of(
 
 
 def choose(layer: RaggedLayer, query: Query) -> str:
-    """Name of the kernel for a call."""
+    """Name of the fastest kernel that supports a call."""
     sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
     plain = query.softcap is None and not query.masks_context(layer)
     return "varlen" if sixteen and plain else "blocks"
 
 
 def check_backend(name: str, site: AttentionSite) -> None:
-    """Refuse a kernel that is not known, or that lacks what a module needs.
+    """Raise if a kernel is unknown, or does not support a module.
 
     Raises:
-        HyperparameterError: naming those that will do.
+        HyperparameterError: naming what is supported.
     """
     if name not in KERNELS:
         raise HyperparameterError(
@@ -150,21 +150,21 @@ def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
 
 
 def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights `(B, H_kv, G, q, n)`; learned `sinks` `(H,)` take their share."""
+    """Attention weights `(B, H_kv, G, q, n)`; learned `sinks` `(H,)` get a share of the softmax."""
     if sinks is None:
         return logits.softmax(dim=-1)
-    extra = sinks.to(logits).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
-    return torch.cat((logits, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    sink_terms = sinks.to(logits).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sink_terms), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
 #
-# A group's queries, and those of all tokens of a call, are the rows of one product with the keys:
-# `(N, G * q, d)` for the N heads of all rows of the batch.
+# The queries of a GQA group, for all tokens of the call, are the rows of one product with the keys:
+# `(N, G * q, d)` for the N = B * H_kv heads of all rows of the batch.
 
 
 def blocks(layer: RaggedLayer, query: Query) -> Tensor:
-    """One softmax per head over logits that lie in blocks, all blocks of all heads at once."""
+    """Attention over all blocks of all heads at once."""
     n_heads, n_queries = query.states.shape[1:3]
     n_logits = layer.blocks.hidden.numel() + len(layer.held) * layer.recent.keys.shape[2]
     step = max(1, LOGITS // (n_heads // layer.n_heads * n_logits))
@@ -176,7 +176,7 @@ def blocks(layer: RaggedLayer, query: Query) -> Tensor:
 
 
 def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
-    """Every head reads one block, so that its logits lie in one row already."""
+    """For layouts in which every head reads exactly one block: one plain softmax per head."""
     states, (recent_keys, recent_values) = (
         _rows(layer, query) * query.factor(),
         layer.recent_states(),
@@ -186,7 +186,7 @@ def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     logits = torch.cat((old, recent), dim=-1)
     grouped = logits.view(layer.batch, layer.n_heads, -1, query.states.shape[2], logits.shape[-1])
     weights = softmax_with_sinks(grouped, query.sinks).view_as(logits)
-    if query.visible is not None:  # which may hide everything
+    if query.visible is not None:  # the mask may hide all tokens from a query
         weights = weights.nan_to_num(0)
     weights = weights.to(recent_values.dtype)
     (read,) = _products(layer, weights[..., :n], layer.values)
@@ -195,19 +195,19 @@ def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
 
 
 def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
-    """Every head's softmax is put together from those of its blocks.
+    """Combine the softmax of each head from partial softmaxes of its blocks.
 
-    Logits are in units of log 2: `exp2` takes a quarter of the time of `exp`.
+    Logits are in base 2: `exp2` takes a quarter of the time of `exp`.
     """
     states, heads = _rows(layer, query) * query.factor(LOG2_E), layer.blocks.heads
     recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states.index_select(0, heads), LOG2_E)
     recent = _recent_logits(layer, query, states, recent_keys, LOG2_E)
-    # Any number near the highest logit will do, so gradients need not pass through it.
+    # The softmax is shift-invariant, so the maximum can be detached.
     highest = recent.detach().amax(dim=-1, keepdim=True)
     of_readings = old.detach().amax(dim=-1, keepdim=True)
     highest.scatter_reduce_(0, heads.view(-1, 1, 1).expand_as(of_readings), of_readings, "amax")
-    highest, extra = _with_sinks(highest, query)
+    highest, sink_terms = _with_sinks(highest, query)
     recent = recent.sub_(highest).exp2_()
     old = old.sub_(highest.index_select(0, heads)).exp2_()
     total = recent.sum(dim=-1, keepdim=True).index_add_(0, heads, old.sum(dim=-1, keepdim=True))
@@ -215,21 +215,21 @@ def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     read = _products(layer, old.to(recent_values.dtype), layer.values)
     for part, by in zip(read, heads.split([len(part) for part in read]), strict=True):
         output.index_add_(0, by, upcast(part))
-    return _normalised(output, total, extra, query)
+    return _normalised(output, total, sink_terms, query)
 
 
 def varlen(layer: RaggedLayer, query: Query) -> Tensor:
-    """Torch's kernel over the context, each KV head of each row a sequence of its own.
+    """Torch's variable-length kernel over the context; each KV head of each row is a sequence.
 
     Raises:
-        UnsupportedInputError: for a mask of the context, padding included.
+        UnsupportedInputError: if the call masks tokens of the context, padding included.
     """
     if query.masks_context(layer):
         raise UnsupportedInputError(
-            "the back end 'varlen' reads all that a head holds of the context, and this call has a "
+            "the back end 'varlen' attends over the whole kept context, and this call has a "
             "mask for it; use 'blocks'"
         )
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # torch 2.10 has it first
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # new in torch 2.10
 
     states, n_queries = _rows(layer, query), query.states.shape[2]
     n, rows, d = states.shape
@@ -257,16 +257,16 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     recent_keys, recent_values = layer.recent_states()
     recent = _recent_logits(layer, query, states * query.factor(LOG2_E), recent_keys, LOG2_E)
     highest = torch.maximum(recent.detach().amax(dim=-1, keepdim=True), log_total)
-    highest, extra = _with_sinks(highest, query)
+    highest, sink_terms = _with_sinks(highest, query)
     recent = recent.sub_(highest).exp2_()
     share = torch.exp2(log_total - highest)
     total = recent.sum(dim=-1, keepdim=True) + share
     output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
-    return _normalised(output + upcast(old) * share, total, extra, query)
+    return _normalised(output + upcast(old) * share, total, sink_terms, query)
 
 
 KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
-"""Every kernel by its name."""
+"""The kernels by name."""
 
 
 def _rows(layer: RaggedLayer, query: Query) -> Tensor:
@@ -289,10 +289,10 @@ def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> list[Tensor]:
 
 
 def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 1.0) -> Tensor:
-    """Logits `(P, G * q, c)` of the context times `unit`, minus infinity for what is not seen.
+    """Logits `(P, G * q, c)` of the context times `unit`; minus infinity for hidden tokens.
 
     Args:
-        states: `(P, G * q, d)`, times the query's factor.
+        states: of the queries of each reading, times the query's factor, `(P, G * q, d)`.
     """
     products = _products(layer, states, layer.keys.mT)
     old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
@@ -311,10 +311,10 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
 def _recent_logits(
     layer: RaggedLayer, query: Query, states: Tensor, keys: Tensor, unit: float = 1.0
 ) -> Tensor:
-    """Logits `(N, G * q, n_recent)` of recent tokens times `unit`, likewise.
+    """Logits `(N, G * q, n_recent)` of recent tokens times `unit`; minus infinity for hidden ones.
 
     Args:
-        states: `(N, G * q, d)`, times the query's factor.
+        states: of the queries, times their factor, `(N, G * q, d)`.
         keys: `(N, n_recent, d)`.
     """
     logits = query.logits(torch.bmm(states, keys.mT), unit)
@@ -327,7 +327,7 @@ def _recent_logits(
 
 
 def _slots_read(layer: RaggedLayer) -> Tensor:
-    """`(P, c)` int64: position of what lies in each slot that is read, 0 for an empty one."""
+    """`(P, c)` int64: sequence position of each slot that is read, 0 for empty slots."""
     n, n_own = layer.blocks.n, layer.blocks.n_own
     own, shared = layer.slots.long().clamp(min=0).split((n_own, n - n_own))
     if n_own == n:
@@ -337,8 +337,8 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
 
 
 def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
-    """The highest logits `(N, G * q, 1)`, sinks among them, and what the sinks add to the sums."""
-    if query.visible is not None:  # which may hide everything
+    """The highest logits `(N, G * q, 1)`, sinks included, and the sinks' terms of softmax sums."""
+    if query.visible is not None:  # the mask may hide all tokens from a query
         highest = highest.clamp(min=torch.finfo(highest.dtype).min)
     if query.sinks is None:
         return highest, None
@@ -349,10 +349,10 @@ def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
     return highest, torch.exp2(sinks - highest)
 
 
-def _normalised(output: Tensor, total: Tensor, extra: Tensor | None, query: Query) -> Tensor:
-    """`(B, H, q, d)`; zeros where a query sees nothing."""
-    if extra is not None:
-        total = total + extra
+def _normalised(output: Tensor, total: Tensor, sink_terms: Tensor | None, query: Query) -> Tensor:
+    """The output divided by the softmax sum, `(B, H, q, d)`; zeros where a query sees nothing."""
+    if sink_terms is not None:
+        total = total + sink_terms
     if query.visible is not None:
         total = total.masked_fill(total == 0, 1)
     output = output / total

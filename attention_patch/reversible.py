@@ -1,22 +1,21 @@
-"""Patches that come off: wrap any attribute of any object, and restore exactly what was there.
+"""Reversible patches: wrap any attribute of any object, and restore the original exactly.
 
 ```python
 patch = wrap(module, "forward", lambda call_next, *args, **kwargs: call_next(*args, **kwargs))
 patch.remove()
 ```
 
-What `wrapt` leaves open is settled here:
+Built on `wrapt`, with these guarantees in addition:
 
-* *Exact.* Where the object had no attribute of its own, none is left; where it had one, it gets
-  the very same object back.
-* *Any order.* All our layers on one attribute share one wrapper, so a layer can be taken from the
-  middle. The latest layer is the innermost: it runs first on the way out of the call.
-* *Other owners.* If somebody else has wrapped or replaced the attribute since, their change stays.
-  Our wrapper, once it has no layers, passes calls through, and unlinks itself when it is called or
-  patched again as the attribute. If somebody puts back what stood there before, our layers go with
-  it: `Patch.is_lost` tells.
-* *Copies.* `deepcopy` and `pickle` of a patched `nn.Module` give a clean module.
-* *Threads.* Layers are replaced as a whole, under a lock; calls read them without one.
+* *Exact.* `remove()` restores the same object, or deletes the attribute if the instance had none.
+* *Any order.* All layers on one attribute share one wrapper, so any layer can be removed. The
+  latest layer is the innermost: the last to see the arguments, the first to see the result.
+* *Other libraries.* If another library has wrapped or replaced the attribute since, its change
+  stays. A wrapper without layers passes calls through, and removes itself when it is called or
+  patched again as the attribute. If another library restores an earlier attribute, our layers are
+  lost; `Patch.is_lost` reports that.
+* *Copies.* `deepcopy` and `pickle` of a patched `nn.Module` give an unpatched module.
+* *Threads.* The tuple of layers is replaced under a lock; calls read it without one.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from torch import nn
 from wrapt.wrappers import FunctionWrapper  # in Python, which torch.compile can trace
 
 Layer = Callable[..., Any]
-"""`layer(call_next, *args, **kwargs)`; `call_next` is whatever lies beneath."""
+"""`layer(call_next, *args, **kwargs)`; `call_next` is the next inner layer or the original."""
 
 _MISSING = object()
 _lock = RLock()
 
 
 class _Wrapper(FunctionWrapper):
-    """What stands in the attribute's place while there are layers."""
+    """The object that replaces the attribute while there are layers."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without wrapt's look for an instance
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # skips wrapt's search for an instance
         call = self._self_stack.call
         if call is None:
             return self._self_wrapper(self.__wrapped__, None, args, kwargs)
         return call(*args, **kwargs)
 
-    # Copies meet a wrapper itself only where somebody else has kept it (accelerate keeps the
-    # forward that it replaces in the module): they get what lies beneath.
+    # A copy reaches the wrapper itself only where another library has stored it (accelerate stores
+    # the forward that it replaces in the module). The copy gets the wrapped attribute.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.__wrapped__, memo)
@@ -61,16 +60,16 @@ class _Stack:
     """The layers on one attribute, and the wrapper that runs them.
 
     Attributes:
-        original: what the object itself had there.
-        patches: the latest comes first.
-        call: what runs them; None: `run` does.
+        original: the attribute in the owner's `__dict__`, or `_MISSING`.
+        patches: the open patches, the latest first.
+        call: runs the layers; None: `run` does.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.original = vars(owner).get(name, _MISSING)
         self.patches: tuple[Patch, ...] = ()
-        # Of a class the attribute itself, not what it binds to: wrapt binds it call by call.
+        # For a class the unbound attribute: wrapt binds it at each call.
         wrapped = getattr(owner, name)
         self.wrapped = _inherited(owner, name, wrapped) if isinstance(owner, type) else wrapped
         self.wrapper = _Wrapper(self.wrapped, self.run)
@@ -78,7 +77,7 @@ class _Stack:
         self.hold(())
 
     def hold(self, patches: tuple[Patch, ...]) -> None:
-        """Run the layers of `patches`, the latest of which comes first."""
+        """Set the open patches, the latest first."""
         first = {patch.layer: patch for patch in patches if patch.shared}
         self.patches = patches
         self.layers = tuple(p.layer for p in patches if not p.shared or p is first[p.layer])
@@ -86,20 +85,20 @@ class _Stack:
         self.call = self.around(self.beneath) if is_bound else None
 
     def around(self, call: Layer) -> Layer:
-        """All layers around `call`."""
+        """`call` wrapped in all layers."""
         for layer in self.layers:
             call = partial(layer, call)
         return call
 
     def run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called in place of the attribute, with what it is bound to."""
-        if not self.layers:  # somebody else has kept the wrapper
+        """Called in place of the attribute; `wrapped` is the attribute, bound by wrapt."""
+        if not self.layers:  # another library has stored the wrapper
             _unlink_unused(self.owner, self.name)
         call = self.around(wrapped) if isinstance(self.owner, type) else self.beneath
         return call(*args, **kwargs)
 
     def beneath(self, *args: Any, **kwargs: Any) -> Any:
-        """What stood there before, or what the class has there now: it may be patched, too."""
+        """Call the original, or the attribute that the class has now, which may be patched, too."""
         if self.original is not _MISSING:
             return self.original(*args, **kwargs)
         attribute = _inherited(type(self.owner), self.name, _MISSING)
@@ -111,7 +110,7 @@ class _Stack:
 
 
 def _inherited(cls: type, name: str, default: Any) -> Any:
-    """The attribute `name` of `cls` as it stands in its own or a base's dictionary, unbound."""
+    """The unbound attribute `name` of `cls` or its first base that defines it, else `default`."""
     for base in cls.__mro__:
         if name in vars(base):
             return vars(base)[name]
@@ -119,7 +118,7 @@ def _inherited(cls: type, name: str, default: Any) -> Any:
 
 
 class Patch:
-    """One layer on one attribute; `remove()` takes it off, a second `remove()` does nothing."""
+    """One layer on one attribute. `remove()` takes it off; a second `remove()` does nothing."""
 
     def __init__(self, stack: _Stack, layer: Layer, shared: bool) -> None:
         self._stack: _Stack | None = stack
@@ -144,9 +143,9 @@ class Patch:
 
     @property
     def is_lost(self) -> bool:
-        """Whether somebody has put back an attribute from before this patch, which is still open.
+        """Whether another library restored an earlier attribute while this patch is open.
 
-        True only where that is certain: an attribute that is none of ours may call ours.
+        True only if that is certain: an unknown attribute may call our wrapper.
         """
         stack = self._stack
         if stack is None:
@@ -166,13 +165,13 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
 
     Args:
         owner: an instance, a class or a module.
-        name: a callable attribute of it, its own or inherited.
+        name: a callable attribute of it, possibly inherited.
         layer: called as `layer(call_next, *args, **kwargs)` in place of the attribute.
-        shared: run it once, where it was put on first, however often it is put on.
+        shared: run the layer only once per call, at its first place, however often it is wrapped.
 
     Raises:
         AttributeError: if there is no such attribute.
-        TypeError: if the object does not let its attributes be set.
+        TypeError: if attributes of the object cannot be set.
     """
     with _lock:
         stack = _stack_of(vars(owner).get(name), owner, name)
@@ -189,9 +188,9 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
 
 
 def is_covered(owner: nn.Module, name: str) -> bool:
-    """Whether somebody else's wrapper stands above layers of ours on an attribute.
+    """Whether another library has wrapped an attribute on top of our layers.
 
-    A layer that is added then cannot get beneath it, and so comes out as the outermost.
+    A layer that is added then becomes the outermost: it cannot be put below that wrapper.
     """
     with _lock:
         copies, value = _copies_of(owner), vars(owner).get(name)
@@ -200,9 +199,9 @@ def is_covered(owner: nn.Module, name: str) -> bool:
 
 
 def _unlink_unused(owner: Any, name: str) -> None:
-    """Put back what stood beneath our wrapper if it is the attribute and has no layers left.
+    """Restore the original if our wrapper is the attribute and has no layers left.
 
-    Where somebody else's change is on top, it stays; ours passes calls through until then.
+    Under another library's change, the wrapper stays and passes calls through.
     """
     with _lock:
         while stack := _stack_of(vars(owner).get(name), owner, name):
@@ -215,7 +214,7 @@ def _unlink_unused(owner: Any, name: str) -> None:
 
 
 def _stack_of(value: Any, owner: Any, name: str) -> _Stack | None:
-    """The layers that run in place of the attribute `name`, if `value` is what runs them."""
+    """The stack of the attribute `name` of `owner`, if `value` is its wrapper; else None."""
     if type(value) is not _Wrapper:
         return None
     stack: _Stack = value._self_stack
@@ -223,10 +222,11 @@ def _stack_of(value: Any, owner: Any, name: str) -> _Stack | None:
 
 
 class _CleanReduce:
-    """Stands in a patched module's `__dict__` as `__reduce_ex__`: copies and pickles it clean.
+    """`__reduce_ex__` of a patched module, in its `__dict__`: copies and pickles are unpatched.
 
     Attributes:
-        stacks: those with layers; several of one attribute only where others wrap in between.
+        stacks: the stacks with layers; one attribute has several only if another library has
+            wrapped it in between.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -242,13 +242,13 @@ class _CleanReduce:
 
 
 def _copies_of(owner: Any) -> _CleanReduce | None:
-    """What copies a patched module."""
+    """The `_CleanReduce` of a patched module; else None."""
     reduce = getattr(owner, "__dict__", {}).get("__reduce_ex__")
     return reduce if isinstance(reduce, _CleanReduce) else None
 
 
 def _beneath(name: str, value: Any) -> Any:
-    """What a copy gets for the attribute `name`."""
+    """The value that a copy gets for the attribute `name`; `_MISSING`: none."""
     if isinstance(value, _CleanReduce):
         return _MISSING
     while type(value) is _Wrapper and value._self_stack.name == name:

@@ -1,4 +1,4 @@
-"""Attention over layers that the model's own attention cannot read."""
+"""Attention over cache layers that the model's own attention cannot read."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from press_core.traits import Evicts, Phase
 
 
 def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) -> Tensor:
-    """Attention over keys that have lost some of their channels, `(B, H, q, d)`.
+    """Attention over keys with evicted channels, `(B, H, q, d)`.
 
-    Queries are cut to the channels that pruned keys have; the factor on the logits is that of the
-    whole head, so that they are those of keys with zeros in the other channels.
+    Queries are reduced to the channels of the pruned keys and scaled for the full head_dim, so the
+    logits equal those of keys with zeros in the evicted channels.
     """
     grouped = queries.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
@@ -46,7 +46,7 @@ def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) ->
     logits = upcast(torch.cat((old, recent), dim=-1) * queries.scaling)
     if queries.softcap is not None:
         logits = torch.tanh(logits / queries.softcap) * queries.softcap
-    if queries.visible is not None:  # of all tokens, or of those that came later
+    if queries.visible is not None:  # covers all tokens, or the last ones only
         visible = by_kv_head(queries.visible, layer.channels.shape[1])
         logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     weights = softmax_with_sinks(logits, queries.sinks)
@@ -54,7 +54,7 @@ def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) ->
 
 
 ATTEND: dict[type, Any] = {RaggedLayer: attend_heads, ChannelPrunedLayer: attend_channels}
-"""By kind of layer, what attends over it."""
+"""The attention function of each kind of layer."""
 
 
 def attend(
@@ -69,13 +69,13 @@ def attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Called in place of an attention function whose keys and values lie in `layer`.
+    """Replacement for an attention function where keys and values are stored in `layer`.
 
     Returns:
-        `(B, q, H, d)`, and no weights.
+        The output `(B, q, H, d)`, and None in place of weights.
 
     Raises:
-        UnsupportedInputError: for dropout, which none of them has.
+        UnsupportedInputError: for dropout, which is not supported.
     """
     output = ATTEND[type(layer)](layer, queries_of(site, query, attention_mask, kwargs), backend)
     return site.ungrouped(output).transpose(1, 2).contiguous(), None
@@ -85,7 +85,7 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
     """Attend over head-wise and channel-wise compressed layers at `site`.
 
     Args:
-        backend: name of the kernel, see `kernels`; None: chosen call by call.
+        backend: name of the kernel, see `kernels`; None: chosen per call.
     """
     if site.signature.interface is not None:
         yield intercept(site.signature.interface)
@@ -99,7 +99,7 @@ def _forward(
     if forward is None or not forward.helps or forward.cache is None:
         return call_next(*args, **kwargs)
     layer = forward.cache.layers[site.layer_idx]
-    if current.reading is layer:  # another scope has seen to it
+    if current.reading is layer:  # another scope has prepared this call
         return call_next(*args, **kwargs)
     attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
     given = helped(forward, site, given, layer, attends=attends)
@@ -111,7 +111,7 @@ def _forward(
 
 @dataclass
 class Reading(InstalledPress):
-    """What `headwise` opens in the place of a press: it reads, and evicts nothing."""
+    """The press that `headwise` installs: it reads compressed layers and evicts nothing."""
 
     backend: str | None = None
 
@@ -133,7 +133,7 @@ class Reading(InstalledPress):
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
-    """The scope in which head-wise compressed caches can be decoded, and all others that need help.
+    """A scope in which head-wise compressed caches, and others that need help, can be decoded.
 
     ```python
     with AdaKVPress(SnapKVPress(0.5))(model):
@@ -142,16 +142,16 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
         model(question, past_key_values=cache)
     ```
 
-    A scope of a head-wise press opens it by itself. Other models, other caches and plain layers
-    are attended over as ever.
+    The scope of a head-wise press includes it. Attention of other models, other caches and plain
+    layers is unchanged.
 
     Args:
         model: a decoder of `transformers`.
-        backend: one of `kernels.KERNELS`; None: chosen call by call.
+        backend: one of `kernels.KERNELS`; None: chosen per call.
 
     Raises:
-        HyperparameterError: if there is no such back end, or if it cannot do what the model needs.
-        UnsupportedModelError: if a module does not go through the attention interface.
+        HyperparameterError: if the back end is unknown or does not support the model.
+        UnsupportedModelError: if a module does not use the attention interface.
     """
 
     def __init__(self, model: nn.Module, backend: str | None = None) -> None:
@@ -169,7 +169,7 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
 def around_decoder(
     scope: ScopeState, names: tuple[str, ...], call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Called in place of a decoder's forward, whose parameters have `names`, in `scope`."""
+    """Called in place of a decoder's forward, whose parameters are `names`, in `scope`."""
     given = Arguments(args, kwargs, names)
     forward = joined_forward(scope, given)
     if forward is None:
@@ -178,14 +178,14 @@ def around_decoder(
         return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
     else:
         output = _within(scope, forward, call_next)
-    if scope.tally.missed:  # in this forward, or in one of which an outer scope noted it later
+    if scope.tally.missed:  # in this forward, or noted late by an outer scope
         press: Any = scope.press
         press.refuse_missed(scope)
     return output
 
 
 def _within(scope: ScopeState, forward: Forward, call_next: Any) -> Any:
-    """A forward that `scope` takes part in, from its beginning to its end."""
+    """Run a forward that `scope` takes part in."""
     output, ended = None, False
     try:
         given = begin(scope, forward)
@@ -200,14 +200,14 @@ _eagerly_around_decoder = torch.compiler.disable(around_decoder)
 
 
 def check_interface(site: AttentionSite) -> None:
-    """Refuse a module whose attention nobody can take over.
+    """Raise if the module does not call the attention interface.
 
     Raises:
-        UnsupportedModelError: saying why.
+        UnsupportedModelError: if so.
     """
     if not site.signature.hands_on:
         raise UnsupportedModelError(
             f"{type(site.module).__name__} ({site.name}) does not call a function of the attention "
-            "registry with its keyword arguments, so that nothing can attend head by head there; "
+            "registry with its keyword arguments, so it cannot attend head by head; "
             'load the model with attn_implementation="sdpa"'
         )

@@ -64,7 +64,7 @@ def store_decisions(
     if layer is None:
         return
     if forward is not None:
-        forward.at_failure.append(layer.give_up)
+        forward.at_failure.append(layer.mark_unusable)
     seen, kept = tokens_seen(layer, None), layer.lengths().double().mean()
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), site.ranks.mean(float(kept)))
 

@@ -1,4 +1,4 @@
-"""The layers of a `transformers` cache: which can be pruned, and what they hold."""
+"""The layers of a `transformers` cache: which of them can be pruned, and what they store."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from press_core.forward import own_cache
 
 
 def known(cache: Any, layer_idx: int) -> PrunedLayer:
-    """A layer of `cache` in the words of pruned layers, whether or not it has lost anything.
+    """A layer of `cache` as a `PrunedLayer`, whether or not anything was evicted from it.
 
     Raises:
-        UnsupportedCacheError: if it is of a kind that presses cannot prune.
+        UnsupportedCacheError: if presses cannot prune this kind of cache or layer.
     """
     if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
         raise UnsupportedCacheError(
@@ -32,18 +32,22 @@ def known(cache: Any, layer_idx: int) -> PrunedLayer:
     if layer is None:
         raise UnsupportedCacheError(
             f"cannot prune layer {layer_idx} of a {type(cache).__name__}: it is a "
-            f"{type(stored).__name__}, and only layers that hold all tokens (DynamicCache, "
-            "QuantizedCache, StaticCache) can give tokens up"
+            f"{type(stored).__name__}, and only layers that store all tokens (DynamicCache, "
+            "QuantizedCache, StaticCache) can be pruned"
         )
     return layer
 
 
 def check_prunable(cache: Any, layer_idx: int) -> None:
-    """Refuse, before the layer is run, a cache that could not be pruned afterwards."""
+    """Raise, before the layer runs, if its cache cannot be pruned afterwards.
+
+    Raises:
+        UnsupportedCacheError: if so.
+    """
     if isinstance(cache, Cache) and layer_idx >= len(cache.layers):
         replicate = getattr(cache, "layer_class_to_replicate", None)
         if replicate is DynamicLayer:
-            return  # created as it is needed
+            return  # created on demand
         raise UnsupportedCacheError(
             f"cannot prune a {type(cache).__name__} of {getattr(replicate, '__name__', 'no')} "
             "layers; pass a DynamicCache"
@@ -52,19 +56,19 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
 
 
 def is_empty(cache: Any, layer_idx: int) -> bool:
-    """Whether a layer of `cache` has seen no token yet, or is not there yet."""
+    """Whether a layer of `cache` has seen no token yet, or does not exist yet."""
     layers = getattr(cache, "layers", None)
     if layers is None or layer_idx >= len(layers):
         return layers is not None or cache is None
     layer = layers[layer_idx]
     if not getattr(layer, "is_initialized", False):
         return True
-    # Of a static layer that is a number on a device, which no compiler can look at.
+    # The length of a static layer is a tensor, whose value is not known while compiling.
     return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
 
 
 def mask_layer(cache: Cache) -> Any:
-    """The layer whose length the model makes its one mask for: the first that does not slide."""
+    """The layer for whose length the model builds its one mask: the first that does not slide."""
     return next(
         layer
         for layer in cache.layers
@@ -73,19 +77,20 @@ def mask_layer(cache: Cache) -> Any:
 
 
 def columns_of(layer: Any, n_new: int) -> int:
-    """Columns of the model's mask for `n_new` tokens more, if it is made for `layer`."""
-    words = as_pruned(layer)
-    return int(layer.get_seq_length()) + n_new if words is None else words.columns(n_new)
+    """Columns of a mask that the model builds for `layer` and `n_new` more tokens."""
+    pruned = as_pruned(layer)
+    return int(layer.get_seq_length()) + n_new if pruned is None else pruned.columns(n_new)
 
 
 def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
-    """A cache that holds one row of `cache`, which stays as it is.
+    """A new cache with one batch row of `cache`, which is not changed.
 
     Args:
-        slots: `(n,)` int64, those of the row that are no padding; None: all.
+        slots: `(n,)` int64, the slots of the row that are not padding; None: all.
 
     Raises:
-        UnsupportedCacheError: if some layers keep a window only, and there is padding.
+        UnsupportedCacheError: if there is padding and some layers are not plain `DynamicLayer`s,
+            such as sliding windows.
     """
     alone = DynamicCache()
     for layer in cache.layers:
@@ -105,27 +110,27 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
     return alone
 
 
-# ---- what a cache holds --------------------------------------------------------------------------
+# ---- contents of a cache -------------------------------------------------------------------------
 
 
 def kept_lengths(cache: Cache) -> list[Tensor]:
-    """How many positions each head physically keeps.
+    """The physical length of each head: how many positions it stores.
 
     Returns:
-        Per layer an int64 tensor `(B, H_kv)`; empty slots of padded rows do not count. A layer that
-        has seen nothing yet gives a tensor of shape `(0, 0)`, and so does one that holds no keys
-        (of a linear attention, or of another layer). Of an encoder-decoder: the decoder's own.
+        Per layer an int64 tensor `(B, H_kv)`; empty slots of padded rows do not count. Layers that
+        have seen no token, and layers without keys (linear attention, or keys shared with another
+        layer), give shape `(0, 0)`. For an encoder-decoder: the decoder's self-attention.
     """
     return [_lengths(layer) for layer in own_cache(cache).layers]
 
 
 def kept_positions(cache: Cache) -> list[Tensor]:
-    """Which positions of the sequence each head physically keeps.
+    """The sequence positions that each head stores.
 
     Returns:
-        Per layer an int64 tensor `(B or 1, H_kv or 1, n)`, ascending along the last dimension; -1
-        where a head holds fewer than `n` (first, so that all end with the latest). Rows or heads
-        that keep the same may be told once. Layers without keys: `(1, 1, 0)`.
+        Per layer an int64 tensor `(B or 1, H_kv or 1, n)`, ascending along the last dimension; a
+        head with fewer than `n` tokens is padded on the left with -1. The first two dimensions can
+        be 1 where all rows or all heads store the same. Layers without keys: `(1, 1, 0)`.
 
     Raises:
         UnsupportedCacheError: if a press did not say which tokens it kept.
@@ -142,9 +147,9 @@ def _has_tokens(layer: Any) -> bool:
 def _lengths(layer: Any) -> Tensor:
     if not _has_tokens(layer):
         return torch.zeros(0, 0, dtype=torch.int64)
-    words = as_pruned(layer)
-    if words is not None:
-        return words.lengths()
+    pruned = as_pruned(layer)
+    if pruned is not None:
+        return pruned.lengths()
     n = min(layer.keys.shape[2], int(layer.get_seq_length()))
     return torch.full(layer.keys.shape[:2], n, device=layer.keys.device)
 
@@ -152,9 +157,9 @@ def _lengths(layer: Any) -> Tensor:
 def _positions(layer: Any, index: int) -> Tensor:
     if not _has_tokens(layer):
         return torch.zeros(1, 1, 0, dtype=torch.int64)
-    words = as_pruned(layer)
-    if words is not None:
-        found = words.all_positions()
+    pruned = as_pruned(layer)
+    if pruned is not None:
+        found = pruned.all_positions()
         if found is None:
             raise UnsupportedCacheError(
                 f"the press that pruned layer {index} did not say which tokens it kept; let its "
@@ -167,7 +172,7 @@ def _positions(layer: Any, index: int) -> Tensor:
 
 
 def cache_nbytes(cache: Cache) -> int:
-    """Bytes of key and value storage that `cache` holds, spare capacity included."""
+    """Bytes of key and value storage of `cache`, spare capacity included."""
     own = own_cache(cache)
     storages = {
         storage.data_ptr(): storage.nbytes()
@@ -180,7 +185,7 @@ def cache_nbytes(cache: Cache) -> int:
 
 
 def _stored(layer: Any) -> Iterator[Tensor]:
-    """The tensors that store keys and values of `layer`, scales of quantized ones too."""
+    """The tensors that store keys and values of `layer`, including scales of quantized states."""
     for name in ("keys", "values", "recent_keys", "_quantized_keys", "_quantized_values"):
         yield from _flattened(getattr(layer, name, None))
     if hasattr(layer, "recent"):
@@ -188,7 +193,7 @@ def _stored(layer: Any) -> Iterator[Tensor]:
 
 
 def _flattened(states: Any) -> Iterator[Tensor]:
-    if isinstance(states, dict):  # what hqq keeps beside its codes
+    if isinstance(states, dict):  # metadata that hqq stores with its codes
         states = tuple(states.values())
     if isinstance(states, tuple):
         for part in states:

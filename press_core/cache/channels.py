@@ -1,4 +1,4 @@
-"""A cache layer that stores some channels of its keys only, and all of those that come later."""
+"""A cache layer that stores only some channels of pruned keys, and all channels of new keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from press_core.cache.tokens import ReadingNeeds
 
 
 class ChannelPrunedLayer(InPlaceLayer):
-    """A pruned layer whose keys have lost channels.
+    """A pruned layer from whose keys channels were evicted.
 
     Attributes:
-        keys: `(B, H_kv, n, d')`, of the pruned part.
-        channels: `(B, H_kv, d')` int64, which channels those are.
-        recent_keys: `(B, H_kv, m, d)`, of the tokens that came later.
+        keys: keys of the pruned part, `(B, H_kv, n, d')`.
+        channels: which channels these keys have, `(B, H_kv, d')` int64.
+        recent_keys: keys of the tokens appended after pruning, `(B, H_kv, m, d)`.
         values: `(B, H_kv, n + m, d)`.
     """
 
@@ -31,7 +31,7 @@ class ChannelPrunedLayer(InPlaceLayer):
         self.recent_keys = self.keys.new_empty(*self.keys.shape[:2], 0, head_dim)
 
     def states(self) -> tuple[Tensor, Tensor]:
-        """Keys, zero where channels are gone, and values."""
+        """Keys, with zeros in evicted channels, and values, `(B, H_kv, n + m, d)` each."""
         batch, heads, n, _ = self.keys.shape
         whole = self.keys.new_zeros(batch, heads, n, self.recent_keys.shape[-1])
         index = self.channels.unsqueeze(2).expand(-1, -1, n, -1)

@@ -1,8 +1,8 @@
-"""What a model was given for the cache that it asks, where no scope is open that would know.
+"""Checks of masks and tokens passed to a model outside any scope.
 
-A cache layer is asked how many columns a mask needs, and not told which mask they are taken from.
-Where that would go wrong, it is read off the call stack, so that there is an error in place of a
-wrong answer. Nothing of it is changed.
+The model queries a cache layer for the number of mask columns without passing the mask. Where a
+caller's mask would be applied to the wrong keys, these checks find it on the call stack and raise
+instead of letting the model compute wrong outputs. Nothing on the stack is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from press_core.errors import UnsupportedInputError
 
 
 def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | None:
-    """The innermost frame on the call stack of a module, or of one of these functions of it."""
+    """The innermost stack frame of `module`, or of one of its `functions` if given; else None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         named = not functions or frame.f_code.co_name in functions
@@ -30,10 +30,15 @@ def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | N
 
 
 def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
-    """Refuse a mask that hides tokens before a pruning, or whose columns are not those taken.
+    """Raise if a 2-d mask hides tokens seen before pruning, or if the model takes wrong columns.
 
     Args:
-        n_seen: tokens that the layer has seen; `count` of them as the model counts.
+        n_seen: tokens that the layer has seen.
+        count: the same as the model counts them; less after rerotation.
+        n_new: tokens of this forward.
+
+    Raises:
+        UnsupportedInputError: if so.
     """
     frame = innermost_frame("transformers.masking_utils")
     mask = None if frame is None else frame.f_locals.get("attention_mask")
@@ -45,8 +50,8 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
             f"an attention_mask of {mask.shape[1]} columns hides padding from a cache whose keys "
             f"were rotated to other positions, so that the model counts {n_columns} tokens; open "
             "the scope of the press that rotated them, or pass the last columns, mask = "
-            f"attention_mask[:, -{n_columns}:], and the positions that count in them, "
-            "(mask.cumsum(-1) - 1)[:, -q:] of q tokens"
+            f"attention_mask[:, -{n_columns}:], and the positions that they give for q new tokens, "
+            "(mask.cumsum(-1) - 1)[:, -q:]"
         )
     hides = count == n_seen == mask.shape[1] - n_new and not bool(mask[:, : kept.n_seen].all())
     if hides and not kept.is_padded:
@@ -58,26 +63,37 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
 
 
 def check_given_tokens(n_seen: int, count: int) -> None:
-    """Refuse tokens of which `generate` takes some for new that may have been seen."""
+    """Raise if `generate` would take tokens for new that the layer may have seen.
+
+    Args:
+        n_seen, count: see `check_given_mask`.
+
+    Raises:
+        UnsupportedInputError: if so.
+    """
     if count == n_seen:
         return
     frame = innermost_frame("transformers.generation.utils", ("_prefill",))
-    # transformers 5.2 always cuts; later releases only where they are told all tokens.
+    # transformers 5.2 always cuts the input; later releases only where they get all tokens.
     if frame is None or not frame.f_locals.get("next_sequence_length", True):
         return
     given = int(frame.f_locals["input_ids"].shape[1])
     if given <= n_seen:
         return
     raise UnsupportedInputError(
-        f"generate was given {given} tokens and cuts off as many as the cache counts: {count}, "
-        f"where it has seen {n_seen}, as its keys were rotated to other positions; run the new "
-        "tokens but the last first, model(new[:, :-1], past_key_values=cache), and give generate "
+        f"generate was given {given} tokens and skips as many as the cache counts: {count}; the "
+        f"cache has seen {n_seen}, but its keys were rotated to other positions. First run the new "
+        "tokens except the last, model(new[:, :-1], past_key_values=cache), then give generate "
         f"all tokens but the first {n_seen - count}"
     )
 
 
 def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
-    """Refuse a mask over all tokens that the model was given ready-made, for fewer slots."""
+    """Raise if the caller's 4-d mask has a column per token seen, and fewer slots are stored.
+
+    Raises:
+        UnsupportedInputError: if so.
+    """
     mask = _mask_of_caller(sys._getframe(1))
     if (
         isinstance(mask, Tensor)
@@ -86,8 +102,8 @@ def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
     ):
         raise UnsupportedInputError(
             f"an attention_mask of shape {tuple(mask.shape)} has a column for each of the "
-            f"{n_seen + n_new} tokens, and {n_slots + n_new} keys are left; keep the scope of the "
-            "press open, read the cache inside `with attention_patch.headwise(model): ...`, or "
+            f"{n_seen + n_new} tokens, and {n_slots + n_new} keys are stored; keep the scope of "
+            "the press open, read the cache inside `with attention_patch.headwise(model): ...`, or "
             "pass a mask of two dimensions"
         )
 

@@ -1,4 +1,4 @@
-"""Layers that the model's own attention cannot read: one of our own reads them where they lie."""
+"""Layers in formats that only the attention functions of this library can read, in place."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ UNREADABLE = (
 
 
 class InPlaceLayer(PrunedLayer):
-    """A pruned layer of a shape of its own.
+    """A pruned layer that stores states in a special format.
 
     Attributes:
-        had: what had become of it when it was reset.
+        had: state of the layer before a reset, for the error message.
     """
 
     had: str
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Store the states `(B, H_kv, q, d)` of tokens that came later."""
+        """Append the states `(B, H_kv, q, d)` of new tokens."""
         raise NotImplementedError
 
     def update(
@@ -34,10 +34,10 @@ class InPlaceLayer(PrunedLayer):
         """Append `(B, H_kv, q, d)` states to every head.
 
         Returns:
-            The new states alone; attention over all of them needs the layer itself.
+            Only the new states; attention over all tokens reads the layer itself.
 
         Raises:
-            ScopeError: if no scope is open that attends over it, or if it was reset.
+            ScopeError: if no open scope provides the attention function, or if the layer was reset.
         """
         if not self.is_initialized:
             raise ScopeError(f"this cache was reset while {self.had}; make a new one")
@@ -47,6 +47,6 @@ class InPlaceLayer(PrunedLayer):
 
     def offload(self) -> None:
         raise UnsupportedCacheError(
-            "what attention reads in place cannot be offloaded; use a DynamicCache without "
-            "offloading"
+            "head-wise and channel-wise compressed layers cannot be offloaded; use a DynamicCache "
+            "without offloading"
         )

@@ -1,7 +1,6 @@
-"""Which layers of `transformers` can be pruned, and the layer that takes the place of each.
+"""Which cache layers of `transformers` can be pruned, and the class that replaces each.
 
-Kinds that are not here (static buffers, quantized states) register themselves, see
-`press_core.running`.
+Static and quantized layers are registered by `press_core.running`.
 """
 
 from __future__ import annotations
@@ -16,38 +15,38 @@ from press_core.errors import UnsupportedCacheError
 
 
 class PrunedHybridLayer(PrunedLayer):
-    """A pruned layer that keeps the state of a linear attention beside its keys and values."""
+    """A pruned layer that also stores the state of a linear attention."""
 
     def drop_last(self, n: int) -> None:
         raise UnsupportedCacheError(
-            "a pruned layer with a linear state cannot give back its latest tokens"
+            "a pruned layer with a linear-attention state cannot remove its latest tokens"
         )
 
 
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
-"""The layer of models that attend and keep a linear state in one; transformers 5.2 has none."""
+"""Layer with keys, values and a linear-attention state; transformers 5.2 does not have it."""
 
 KINDS: dict[type, type[PrunedLayer]] = {DynamicLayer: PrunedLayer}
-"""By type of a layer of `transformers`, what takes its place once it is pruned."""
+"""By type of a `transformers` layer, the class that replaces it when it is pruned."""
 
 OPEN_KINDS: list[type] = []
-"""Types of `KINDS` whose subclasses are pruned in the same way."""
+"""Types of `KINDS` that also stand for their subclasses."""
 
 if HybridLayer is not None:
     KINDS[HybridLayer] = PrunedHybridLayer
-    # The state of a layer is written only to a layer that is known to have one.
+    # transformers updates the linear state only of layers that are instances of this mixin.
     cache_utils.LinearAttentionCacheLayerMixin.register(PrunedHybridLayer)
 
 
 def kind_of(layer: Any) -> type[PrunedLayer] | None:
-    """What takes the place of a layer of `transformers`; None: it cannot be pruned."""
-    # Layers that quantize are of a class for each library.
+    """The class that replaces a layer of `transformers`; None: it cannot be pruned."""
+    # Quantized layers have one subclass per library.
     of_open = (KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind))
     return KINDS.get(type(layer)) or next(of_open, None)
 
 
 def as_pruned(layer: Any) -> PrunedLayer | None:
-    """A layer in the words of pruned layers, if it is of a kind that can be pruned, or None."""
+    """`layer` as a `PrunedLayer`, wrapped if necessary; None: it cannot be pruned."""
     if isinstance(layer, PrunedLayer):
         return layer
     kind = kind_of(layer)

@@ -1,4 +1,4 @@
-"""Where heads of different lengths lie in blocks of equal length."""
+"""The layout of heads of different lengths in blocks of equal length."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ import torch
 from torch import Tensor
 
 WASTE = 0.018
-"""Slots that may stay empty so that heads begin and end with a block, as a share of all."""
+"""Share of slots that may stay empty to align heads with blocks."""
 
 SIZES = 128, 96, 64, 48, 32
-"""Slots of a block: products with shorter ones cost more, more heads lie in longer ones."""
+"""Block sizes in slots: products with short blocks cost more, long blocks hold more heads."""
 
 START = 1600
-"""Numbers of a key that a product over a block handles in the time that it takes to begin."""
+"""Fixed cost of the product over one block, in elements of keys that it could process instead."""
 
 FEW = 2**15
-"""Logits of a row whose query heads all read one block; with no more of them that is quickest."""
+"""Logits per row up to which a single block, read by all query heads of the row, is fastest."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where heads of given lengths lie in blocks of equal length, and which heads read each one.
+    """Which slots of which blocks each head occupies, and which heads read each block.
 
-    A *reading* is one head reading one block. Blocks in which one head lies come first, then those
-    that heads share. The queries of all heads that read a shared block are the rows of one product;
-    so they all have as many readers as the one in which most heads lie, some of them in vain.
+    A *reading* is one head reading one block; there are `P` of them. Blocks with a single head are
+    stored first, then blocks that heads share. The queries of all heads that read a shared block
+    are the rows of one product, so every shared block gets as many readings as the fullest one;
+    the surplus readings are masked.
 
     Attributes:
-        size: slots of a block, `c`.
-        n: how many blocks there are.
-        n_own: how many of them one head alone reads.
-        heads: `(P,)` int64: which head reads, per reading, block after block.
-        hidden: `(P, 1, c)`: what to add to the logits, minus infinity for slots of other heads.
+        size: slots per block, `c`.
+        n: number of blocks.
+        n_own: number of blocks with a single head.
+        heads: `(P,)` int64: the head of each reading, block after block.
+        hidden: `(P, 1, c)`: added to the logits; minus infinity for slots of other heads.
         of_rows: whether each row of the batch has one block, which all of its heads read.
-        starts: `(N,)` int64: where each head would begin if no block had been put elsewhere.
-        stored_at: `(n,)` int64: where each block has been put.
+        starts: `(N,)` int64: first slot of each head before blocks are reordered.
+        stored_at: `(n,)` int64: index of each block after reordering.
     """
 
     size: int
@@ -54,27 +55,27 @@ class Blocks:
         """The layout of heads that hold `counts` tokens.
 
         Args:
-            n_heads: heads of a row, `H_kv`.
-            group: query heads of each, `G`.
-            like: has the width, the device and the dtype of keys.
+            n_heads: KV heads per row, `H_kv`.
+            group: query heads per KV head, `G`.
+            like: keys, for their head_dim, device and dtype.
         """
         held = torch.tensor(counts)
         of_rows = _of_rows(held.view(-1, n_heads), group)
-        size, room = of_rows or _of_heads(held, like.shape[-1])
-        starts = room.cumsum(0) - room
-        n = max(1, -(-int(room.sum()) // size))
-        if of_rows:  # a head without tokens reads its row, too, so that each head reads one block
+        size, taken = of_rows or _of_heads(held, like.shape[-1])
+        starts = taken.cumsum(0) - taken
+        n = max(1, -(-int(taken.sum()) // size))
+        if of_rows:  # each head reads exactly one block, even if it holds no tokens
             readers = torch.arange(len(held)).view(n, -1)
         else:
             readers = _readers(held, starts, size, n)
         shared = readers[:, -1] != readers[:, 0]
-        if of_rows or like.is_cuda:  # where torch's kernel reads heads from end to end
+        if of_rows or like.is_cuda:  # torch's varlen kernel needs the heads in order, end to end
             shared = torch.ones_like(shared)
         order, n_own = shared.to(torch.int8).argsort(stable=True), n - int(shared.sum())
-        heads, blocks, in_vain = _readings(readers, order, n_own)
+        heads, blocks, surplus = _readings(readers, order, n_own)
         slots = blocks[:, None] * size + torch.arange(size) - starts[heads, None]
-        others = (slots < 0) | (slots >= held[heads, None]) | in_vain[:, None]
-        hidden = torch.zeros(others.shape, dtype=like.dtype).masked_fill_(others, float("-inf"))
+        masked = (slots < 0) | (slots >= held[heads, None]) | surplus[:, None]
+        hidden = torch.zeros(masked.shape, dtype=like.dtype).masked_fill_(masked, float("-inf"))
         hidden, heads = hidden.unsqueeze(1).to(like.device), heads.to(like.device)
         return cls(size, n, n_own, heads, hidden, of_rows is not None, starts, order.argsort())
 
@@ -87,13 +88,13 @@ class Blocks:
 
 
 def _of_rows(held: Tensor, group: int) -> tuple[int, Tensor] | None:
-    """A block for each row of the batch, where these are short and of one length.
+    """One block per row of the batch, if rows are short and of nearly equal length.
 
     Args:
         held: `(B, H_kv)`.
 
     Returns:
-        Slots of a block, and how many slots each head takes; None: such blocks will not do.
+        Slots per block, and the slots that each head takes; None: such blocks do not fit.
     """
     of_rows = held.sum(dim=1)
     size = max(1, int(of_rows.max()))
@@ -101,37 +102,37 @@ def _of_rows(held: Tensor, group: int) -> tuple[int, Tensor] | None:
     n_logits = held.shape[1] * group * size
     if n_logits > FEW or int(empty.sum()) > WASTE * int(of_rows.sum()):
         return None
-    room = held.clone()
-    room[:, -1] += empty
-    return size, room.flatten()
+    taken = held.clone()
+    taken[:, -1] += empty
+    return size, taken.flatten()
 
 
 def _of_heads(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
-    """Whole blocks for every head where that wastes little; or heads behind each other.
+    """Whole blocks for every head if that wastes few slots; otherwise heads back to back.
 
-    Blocks are as long as pays: to begin with one takes its time, and so do the slots of others that
-    a head meets in its first and its last one. The very last one is nearly full.
+    The block size balances the fixed cost per block against the slots of other heads that a head
+    reads in its first and its last block. Back to back, the last block is nearly full.
 
     Args:
         held: `(N,)`.
 
     Returns:
-        Slots of a block, and how many slots each head takes.
+        Slots per block, and the slots that each head takes.
     """
     n_tokens = int(held.sum())
     allowed = WASTE * n_tokens
     longest = max(SIZES[-1], (START / head_dim * n_tokens / len(held)) ** 0.5)
     sizes = [size for size in SIZES if size <= longest]
     for size in sizes:
-        room = (held + size - 1) // size * size
-        if int(room.sum()) - n_tokens <= allowed:
-            return size, room
+        taken = (held + size - 1) // size * size
+        if int(taken.sum()) - n_tokens <= allowed:
+            return size, taken
     sizes += range(SIZES[-1] - 1, 0, -1)
     return next(size for size in sizes if -n_tokens % size <= allowed), held
 
 
 def _readers(held: Tensor, starts: Tensor, size: int, n: int) -> Tensor:
-    """`(n, w)` int64: the heads that lie in each block, in order, the last one again to fill up."""
+    """`(n, w)` int64: the heads in each block, in order, padded by repeating the last one."""
     first = starts // size
     n_read = torch.where(held > 0, (starts + held - 1) // size - first + 1, 0)
     heads = torch.arange(len(held)).repeat_interleave(n_read)
@@ -144,18 +145,18 @@ def _readers(held: Tensor, starts: Tensor, size: int, n: int) -> Tensor:
 
 
 def _readings(readers: Tensor, order: Tensor, n_own: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every head and block of a reading, and whether it is in vain, `(P,)` each.
+    """Head and block of every reading, and whether the reading is surplus, `(P,)` each.
 
     Args:
         readers: `(n, w)`; see `_readers`.
-        order: `(n,)` int64: the blocks, those in which one head lies first.
-        n_own: how many these are.
+        order: `(n,)` int64: the blocks, those with a single head first.
+        n_own: number of blocks with a single head.
     """
-    again = torch.zeros_like(readers, dtype=torch.bool)
-    again[:, 1:] = readers[:, 1:] == readers[:, :-1]
+    repeated = torch.zeros_like(readers, dtype=torch.bool)
+    repeated[:, 1:] = readers[:, 1:] == readers[:, :-1]
     own, shared = order.split((n_own, len(order) - n_own))
     return (
         torch.cat((readers[own, 0], readers[shared].flatten())),
         torch.cat((own, shared.repeat_interleave(readers.shape[1]))),
-        torch.cat((torch.zeros_like(own, dtype=torch.bool), again[shared].flatten())),
+        torch.cat((torch.zeros_like(own, dtype=torch.bool), repeated[shared].flatten())),
     )

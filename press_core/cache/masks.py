@@ -1,6 +1,6 @@
-"""Attention masks of every implementation, and what they say of tokens.
+"""Reading and building attention masks of every implementation.
 
-`transformers` gives an attention module one of: None (nothing to mask beyond causality), a bool
+`transformers` passes an attention module one of: None (causal, nothing else to mask), a bool
 `(B, 1, q, kv)` (sdpa), a float `(B, 1, q, kv)` that is added to the logits (eager), a 2-d `(B, kv)`
 (flash) or a `BlockMask` (flex).
 """
@@ -17,7 +17,7 @@ from press_core.errors import UnsupportedInputError
 
 
 def is_visible(mask: Tensor) -> Tensor:
-    """Of a mask of bools, or of what is added to logits: what it does not mask out, bool."""
+    """Which entries of a bool, integer or additive float mask are not masked out, bool."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -26,7 +26,7 @@ def is_visible(mask: Tensor) -> Tensor:
 
 
 def for_full_attention(mask: Any) -> Any:
-    """Of masks by kind of layer the one for those that do not slide."""
+    """The mask for full attention, where `mask` is a dict of masks by layer type."""
     return mask.get("full_attention") if isinstance(mask, dict) else mask
 
 
@@ -39,7 +39,7 @@ def one_for_all_heads(mask: Tensor) -> Tensor:
     if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
         raise UnsupportedInputError(
             f"an attention mask of {mask.shape[1]} heads hides other tokens from each head, which "
-            "presses cannot judge; use one of shape (B, 1, q, n)"
+            "presses do not support; use one of shape (B, 1, q, n)"
         )
     return mask[:, :1]
 
@@ -48,8 +48,8 @@ def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str =
     """Which of the last `n` columns of a mask each of the last queries sees.
 
     Args:
-        mask: in any form named above.
-        device: for what a mask of None lets them see.
+        mask: in any of the forms above.
+        device: of the result where `mask` is None.
 
     Returns:
         `(1 or B, 1 or H, q, n)` bool.
@@ -58,7 +58,7 @@ def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str =
         return causal(n_queries, n, device)[None, None]
     if isinstance(mask, BlockMask):
         first = mask.seq_lengths[0] - n_queries, mask.seq_lengths[1] - n
-        return _asked(mask, first[0] + torch.arange(n_queries)[:, None], first[1] + torch.arange(n))
+        return _sees(mask, first[0] + torch.arange(n_queries)[:, None], first[1] + torch.arange(n))
     columns = is_visible(mask[..., mask.shape[-1] - n :])
     if mask.dim() == 2:
         return columns[:, None, None] & causal(n_queries, n, mask.device)
@@ -66,14 +66,14 @@ def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str =
 
 
 def causal(n_queries: int, n: int, device: torch.device | str) -> Tensor:
-    """`(q, n)` bool: each of the last `q` of `n` tokens sees those up to itself."""
+    """`(q, n)` bool: each of the last `q` of `n` tokens sees the tokens up to itself."""
     return torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)
 
 
 def visible_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     """Which of the last `length` columns of `mask` the last query sees, `(B, length)` bool.
 
-    None where it sees them all.
+    None if it sees all of them.
     """
     if mask is None or length == 0:
         return None
@@ -82,11 +82,11 @@ def visible_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
 
 
 def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
-    """Which of the `length` tokens of a prefill are no padding, `(B, length)` bool; None: all.
+    """Which of the `length` tokens of a prefill are not padding, `(B, length)` bool; None: all.
 
     Raises:
-        UnsupportedInputError: if the mask hides anything but padding on the left and later tokens,
-            or adds something else to logits.
+        UnsupportedInputError: if the mask is not causal with left padding, or if it adds biases to
+            the logits.
     """
     if mask is None:
         return None
@@ -100,8 +100,8 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     wrong |= _is_not_causal(mask, left_padded).to(wrong.device)
     if wrong.any():
         raise UnsupportedInputError(
-            f"row {int(wrong.nonzero()[0])} of the batch masks other tokens than padding on its "
-            "left, or all of them; presses need left-padded batches (tokenizer.padding_side = "
+            f"the mask of row {int(wrong.nonzero()[0])} of the batch hides tokens other than left "
+            "padding, or all tokens; presses need left-padded batches (tokenizer.padding_side = "
             '"left") and no custom attention mask'
         )
     return visible
@@ -113,29 +113,31 @@ def _refuse_bias(mask: Any) -> None:
     if bool(((mask != 0) & is_visible(mask)).any()):
         raise UnsupportedInputError(
             "the attention mask adds something to the logits of tokens that it does not mask out; "
-            "presses judge by what attention sees, and take masks of 0 and the least number only"
+            "presses take additive masks of 0 and the dtype's minimum only"
         )
 
 
 def bidirectional_mask(mask: Any, n: int) -> Tensor | None:
-    """Which later ones the last `n` tokens see, as those of an image do: `(B, n, n)` bool.
+    """Which later tokens each of the last `n` tokens sees, as image tokens do, `(B, n, n)` bool.
+
+    A token that sees later tokens is assumed to see the next one.
 
     Returns:
-        None where they see none. Who sees a later token is taken to see the next one too.
+        None if no token sees a later one.
 
     Raises:
-        UnsupportedInputError: if there are some in a mask that has no dense form.
+        UnsupportedInputError: if tokens see later ones by a `BlockMask`, which has no dense form.
     """
     if mask is None or n < 2 or (isinstance(mask, Tensor) and mask.dim() == 2):
         return None
     tokens = torch.arange(n)
     if isinstance(mask, BlockMask):
         first = mask.seq_lengths[0] - n, mask.seq_lengths[1] - n
-        if not bool(_asked(mask, first[0] + tokens[None, :-1], first[1] + tokens[1:]).any()):
+        if not bool(_sees(mask, first[0] + tokens[None, :-1], first[1] + tokens[1:]).any()):
             return None
         raise UnsupportedInputError(
             "a press reads attention weights, and under flex attention it is not known which later "
-            "tokens those of an image see; use sdpa or eager attention"
+            "tokens the tokens of an image see; use sdpa or eager attention"
         )
     seen = is_visible(one_for_all_heads(mask[:, :, -n:, -n:])[:, 0])
     if not bool(seen.diagonal(1, dim1=-2, dim2=-1).any()):
@@ -144,13 +146,17 @@ def bidirectional_mask(mask: Any, n: int) -> Tensor | None:
 
 
 def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
-    """`(B,)` bool: whether one of `tokens` `(B, n)` misses an earlier one, or padding sees itself.
+    """`(B,)` bool: whether a token does not see an earlier one, or a padding token sees itself.
 
-    Padding sees nothing; of sequences packed one after the other each token sees itself.
+    Padding sees nothing; in packed sequences, where earlier tokens are hidden, every token sees
+    itself.
+
+    Args:
+        tokens: which tokens are not left padding, `(B, n)` bool.
     """
     n = tokens.shape[1]
-    if isinstance(mask, BlockMask):  # asked about the diagonal only: it has no dense form
-        itself = _asked(mask, torch.arange(n)[None], torch.arange(n))[:, 0, 0]
+    if isinstance(mask, BlockMask):  # only the diagonal is checked: it has no dense form
+        itself = _sees(mask, torch.arange(n)[None], torch.arange(n))[:, 0, 0]
         return (itself != tokens.to(itself.device)).any(dim=-1)
     tokens = tokens.to(mask.device)
     if mask.dim() == 2:
@@ -161,8 +167,8 @@ def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
     return packed.any(dim=-1) | missed.flatten(1).any(dim=-1)
 
 
-def _asked(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
-    """`(B, 1 or H, q, n)` bool: whether `queries` `(q, 1)` or `(1, n)` may see `keys` `(n,)`."""
+def _sees(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
+    """`(B, 1 or H, q, n)` bool: whether `queries` `(q, 1)` or `(1, n)` see `keys` `(n,)`."""
     device, (batch, heads) = mask.kv_num_blocks.device, mask.shape[:2]
     rows, of_heads = (torch.arange(size, device=device) for size in (batch, heads))
     of_heads, rows = of_heads.view(-1, 1, 1), rows.view(-1, 1, 1, 1)
@@ -171,16 +177,16 @@ def _asked(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def in_form(seen: Tensor, form: str, dtype: torch.dtype, n_heads: int) -> Any:
-    """A mask for an attention implementation.
+    """A mask in the form of an attention implementation.
 
     Args:
-        seen: `(1 or B, 1 or H_kv, q, n)` bool.
+        seen: `(1 or B, 1 or H_kv or H, q, n)` bool.
         form: name of the implementation.
         dtype: of the logits.
         n_heads: `H`.
 
     Raises:
-        UnsupportedInputError: if it takes none such.
+        UnsupportedInputError: for flash attention, if heads differ.
     """
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(n_heads // seen.shape[1], dim=1)
@@ -196,8 +202,8 @@ def in_form(seen: Tensor, form: str, dtype: torch.dtype, n_heads: int) -> Any:
     if form.startswith("flash"):
         if seen.shape[1] > 1:
             raise UnsupportedInputError(
-                "the attention_mask hides tokens before the pruning, of which heads kept different "
-                "ones, and flash attention takes one mask for all heads; use sdpa or eager"
+                "the attention_mask hides tokens before the pruning, where heads keep different "
+                "tokens, and flash attention takes one mask for all heads; use sdpa or eager"
             )
         return seen[:, 0, -1]
     if form == "eager":

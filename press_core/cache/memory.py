@@ -1,4 +1,4 @@
-"""What an open scope remembers of a cache layer beside what lies in it; it ends with the scope."""
+"""What an open scope remembers about a cache layer; discarded when the scope closes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 from press_core.copies import copied
 
 FIRST = 2
-"""Where steps are counted from: a compiler makes other graphs for 0, for 1 and for all numbers."""
+"""Counters start at 2: torch.compile specializes graphs for 0 and 1."""
 
 
 class Key:
-    """Tells one scope from all others of the process, in copies of a cache too."""
+    """Identifies a scope within the process; copies of a cache keep it."""
 
     is_open = False
 
@@ -30,10 +30,10 @@ class Key:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What was observed of the tokens of one forward.
+    """States observed for the tokens of one forward.
 
     Attributes:
-        n: how many there were.
+        n: number of tokens.
         states: by name, `(1 or B, ..., n, channels)`.
     """
 
@@ -41,23 +41,23 @@ class Step:
     states: Mapping[str, Tensor]
 
     def cut(self, start: int, stop: int) -> Step:
-        """Some of the tokens."""
+        """The same for the tokens `start` to `stop`."""
         kept = {name: x[..., start:stop, :] for name, x in self.states.items()}
         return Step(stop - start, kept)
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a scope knows of a layer.
+    """What one scope remembers about one layer.
 
     Attributes:
-        ticks: forwards while decoding since the scope pruned the layer last, from `FIRST` on.
-        all_ticks: all forwards while decoding, likewise.
-        steps: what was observed of the latest tokens.
-        slots: by name, what is known of each slot, `(B, H_kv, n)`; tokens that came since it was
-            brought up to date have none yet.
-        in_prefill: whether a prefill is under way, which comes in chunks.
-        n_known: tokens that `steps` are of.
+        ticks: `FIRST` plus the decode forwards since the scope last pruned the layer.
+        all_ticks: `FIRST` plus all decode forwards.
+        steps: states observed for the latest tokens.
+        slots: by name, a value per slot, `(B, H_kv, n)`; slots appended since the last update have
+            none yet.
+        in_prefill: whether a chunked prefill is in progress.
+        n_known: number of tokens that `steps` cover.
     """
 
     ticks: int = FIRST
@@ -68,26 +68,26 @@ class Memory:
     n_known: int = 0
 
     def after_forward(self) -> Memory:
-        """The same, one forward later."""
+        """The memory with both counters advanced by one forward."""
         return copied(self, ticks=self.ticks + 1, all_ticks=self.all_ticks + 1)
 
     def with_step(self, step: Step, limit: int | None = None) -> Memory:
-        """The same with what was observed of the latest tokens.
+        """The memory with the states of the newest tokens appended.
 
         Args:
-            limit: of how many tokens before those it is still needed; None: of all. What is there
-                stays until more follow, so that the new tokens can be taken back.
+            limit: how many of the tokens before this step are still needed; None: all. Older states
+                are dropped only when the next step arrives, so that a crop can remove new tokens.
         """
-        steps, over = self.steps, 0 if limit is None else max(0, self.n_known - limit)
-        n_known = self.n_known - over + step.n
-        while over and steps[0].n <= over:
-            over, steps = over - steps[0].n, steps[1:]
-        if over:
-            steps = (steps[0].cut(over, steps[0].n), *steps[1:])
+        steps, excess = self.steps, 0 if limit is None else max(0, self.n_known - limit)
+        n_known = self.n_known - excess + step.n
+        while excess and steps[0].n <= excess:
+            excess, steps = excess - steps[0].n, steps[1:]
+        if excess:
+            steps = (steps[0].cut(excess, steps[0].n), *steps[1:])
         return copied(self, steps=(*steps, step), n_known=n_known)
 
     def last(self, limit: int | None = None) -> dict[str, Tensor]:
-        """By name, what was observed of the last `limit` tokens, `(B, ..., limit, channels)`."""
+        """By name, the states of the last `limit` tokens, `(B, ..., limit, channels)`."""
         found = {}
         for name in self.steps[-1].states if self.steps else ():
             parts = [step.states[name] for step in self.steps]
@@ -98,21 +98,26 @@ class Memory:
         return found
 
     def after_pruning(self, slots: Mapping[str, Tensor], by_this_scope: bool) -> Memory:
-        """The memory of a layer of which `slots` is what is known of those that are left."""
+        """The memory after a pruning.
+
+        Args:
+            slots: values of the kept slots.
+            by_this_scope: whether this scope pruned the layer.
+        """
         if self.in_prefill and not by_this_scope:
             return copied(self, slots=slots)
         ticks = FIRST if by_this_scope else self.ticks
         return Memory(ticks, self.all_ticks, slots=slots)
 
     def of_slots(self, n: int) -> dict[str, Tensor]:
-        """What is known of the first `n` slots, zeros of those that came since."""
+        """Values of the first `n` slots; zeros for slots appended since the last update."""
         return {name: pad(x, (0, n - x.shape[-1])) for name, x in self.slots.items()}
 
     def without_last(self, n: int, n_slots: int) -> Memory:
-        """The same without the last `n` tokens, which were taken back; a forward for each.
+        """The memory after the last `n` tokens were removed, counted as one forward each.
 
         Args:
-            n_slots: what is then left in the layer.
+            n_slots: slots of the layer after that.
         """
         ticks, all_ticks = (max(FIRST, x - n) for x in (self.ticks, self.all_ticks))
         steps = self.steps

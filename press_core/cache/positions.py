@@ -1,4 +1,4 @@
-"""To which positions the keys of a layer are rotated, and how many tokens its rows have seen."""
+"""The positions that a layer's keys are rotated to, and the tokens that its rows have seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from press_core.model.sites import AttentionSite
 
 
 def tokens_seen(layer: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
-    """How many tokens `layer` has seen of each row, padding left out.
+    """How many tokens of each row `layer` has seen, padding excluded.
 
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
@@ -25,38 +25,38 @@ def tokens_seen(layer: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
     if real is not None:
         empty = (~real).sum(dim=-1).cpu()
     if occupied is not None:
-        since = occupied[:, occupied.shape[1] - layer.n_recent :]
-        empty = empty + (~since).sum(dim=-1).cpu()
+        recent = occupied[:, occupied.shape[1] - layer.n_recent :]
+        empty = empty + (~recent).sum(dim=-1).cpu()
     return tuple((layer.n_seen - empty).tolist())
 
 
 def rotary_positions(
     layer: PrunedLayer, site: AttentionSite, occupied: Tensor | None, last: Tensor | None
 ) -> Tensor | None:
-    """To which position each key of the layer is rotated, `(1 or B, 1 or H_kv, S)` int64.
+    """The position that each key of the layer is rotated to, `(1 or B, 1 or H_kv, S)` int64.
 
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
         last: position of the last token that the layer has seen, `(1 or B,)`.
 
     Returns:
-        None where a press did not say what it kept, or the model counts images in its own way.
+        None if a press did not report kept positions, or if positions are 3-d (images).
     """
     device = layer.device if last is None else last.device
-    since = None if occupied is None else occupied[:, layer.kept.n_slots :].to(device)
+    real = None if occupied is None else occupied[:, layer.kept.n_slots :].to(device)
     if layer.is_rerotated:
-        return layer.all_rotary_positions(since)
+        return layer.all_rotary_positions(real)
     if site.rotary is not None and site.rotary.in_3d:
         return None
     positions = layer.all_positions()
     if positions is None or last is None:
         return None if positions is None else positions.to(device)
     distance = (layer.n_seen - 1 - last)[:, None]
-    if since is not None:  # padding between turns stands behind what came before
-        empty = pad((~since).long(), (layer.kept.n_slots, 0))
-        behind = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
-        counted = distance < empty.sum(dim=-1, keepdim=True)  # positions go on over padding
-        distance = distance - behind.masked_fill(counted, 0)
+    if real is not None:  # padding between turns takes no positions
+        empty = pad((~real).long(), (layer.kept.n_slots, 0))
+        n_after = empty.flip(-1).cumsum(dim=-1).flip(-1) - empty
+        counted = distance < empty.sum(dim=-1, keepdim=True)  # these positions count padding
+        distance = distance - n_after.masked_fill(counted, 0)
     positions = positions.to(device) - distance.unsqueeze(1)
     known = layer.kept.rotary
     if known is None:
@@ -66,9 +66,9 @@ def rotary_positions(
 
 
 def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tensor:
-    """Position of the first token of a forward that is no padding, `(1 or B,)` int64.
+    """Position of the first token of a forward that is not padding, `(1 or B,)` int64.
 
-    Where positions count padding, that of the first token.
+    Where positions count padding, the position of the first token.
     """
     ids = given.get("position_ids")
     if ids is None:

@@ -1,8 +1,8 @@
-"""Cache layers that have lost tokens.
+"""Cache layers from which tokens were evicted.
 
-What was evicted is known by the cache layer and by nothing else: beside the storage of the states
-stand a few values that say which tokens those are, so that lengths, positions and masks continue
-correctly. Every kind of pruned layer answers in the same words.
+A pruned layer is the only record of what was evicted from it. Beside keys and values it stores
+which tokens they belong to, so that sequence lengths, positions and masks of later forwards are
+right. All kinds of pruned layers share the interface of `PrunedLayer`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, current
 
-# transformers 5.2 crops to a length, later releases crop a number of tokens away.
+# transformers 5.2 crops to a length; later releases take the number of tokens to remove.
 _CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 
@@ -34,27 +34,26 @@ def _of_inner(name: str) -> Any:
 
 
 class PrunedLayer(DynamicLayer):
-    """A layer that has lost tokens, or may lose some; as many of each head.
+    """A layer that was pruned or can be pruned, with the same number of tokens in every head.
 
-    It counts the tokens that it has *seen* (`get_seq_length`), so that positions continue, and
-    tells the mask builder which columns are still there (`get_mask_sizes`). Tokens that arrive
-    later are appended as in the layer of `transformers` that stores them. Other layers than growing
-    ones are stored by subclasses; see `kinds`.
+    `get_seq_length` counts the tokens *seen*, so that positions continue; `get_mask_sizes` counts
+    the slots that are stored. A wrapped layer of `transformers` stores the states and appends new
+    tokens. Subclasses support layers that do not grow by concatenation; see `kinds`.
 
     Attributes:
-        inner: that layer.
-        keys, values: what is stored, `(B, H_kv, n_slots, d)` each; of a quantized layer what waits
-            to be.
-        kept: which tokens are left of those that it had seen when it was pruned last.
+        inner: the wrapped layer.
+        keys, values: stored states, `(B, H_kv, n_slots, d)` each; in a quantized layer only the
+            states that are not quantized yet.
+        kept: which of the tokens seen up to the last pruning are kept.
         needs: what a forward needs to read this layer.
-        carried: by name, what the press wants to find again, `(B, ...)` each.
-        memories: by scope, what it remembers of the layer.
-        is_first: whether the model makes its one mask for this layer.
-        is_unusable: whether an exception ended the forward that it was pruned in.
-        room: of a buffer of fixed length how many slots it has behind the pruned part, for which
-            the model always makes a mask; None: it grows.
-        refusal: why no press can prune what is left; empty: one can.
-        unreadable: what is said of a forward without the help that it needs.
+        carried: by name, tensors `(B, ...)` that a press stores for its next call.
+        memories: by scope, what the scope remembers of this layer.
+        is_first: whether the model builds its one mask from the sizes of this layer.
+        is_unusable: whether an exception ended the forward that pruned this layer.
+        room: in a buffer of fixed length, the number of slots after the pruned part; the model
+            always builds a mask for all of them. None: the layer grows.
+        refusal: why a press cannot prune this layer again; empty: it can.
+        unreadable: error message for a forward that lacks what `needs` lists.
     """
 
     is_unusable = False
@@ -72,36 +71,36 @@ class PrunedLayer(DynamicLayer):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self._know_nothing()
+        self._reset_metadata()
 
-    def _know_nothing(self) -> None:
+    def _reset_metadata(self) -> None:
         self.kept = Kept()
         self.needs = ReadingNeeds.NOTHING
         self.carried: dict[str, Tensor] = {}
         self.memories: dict[Key, Memory] = {}
-        self._has_told_sizes = False
+        self._has_sized_mask = False
 
     def __getattr__(self, name: str) -> Any:
-        inner = vars(self).get("inner")  # of some layers, and while one is copied, None
+        inner = vars(self).get("inner")  # None in ragged layers, and while a layer is copied
         if inner is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(inner, name)
 
-    # ---- what is held ----------------------------------------------------------------------------
+    # ---- contents --------------------------------------------------------------------------------
 
     @property
     def n_slots(self) -> int:
-        """Slots physically held per head."""
+        """Slots stored per head (physical length)."""
         return int(self.inner.values.shape[-2]) if self.inner.is_initialized else 0
 
     @property
     def n_recent(self) -> int:
-        """Slots of the tokens that came after the pruning."""
+        """Slots of the tokens appended after pruning."""
         return self.n_slots - self.kept.n_slots
 
     @property
     def n_seen(self) -> int:
-        """Tokens that the layer has seen, padding included."""
+        """Tokens that the layer has seen, padding included (logical length)."""
         return self.kept.n_seen + self.n_recent
 
     @property
@@ -111,29 +110,35 @@ class PrunedLayer(DynamicLayer):
 
     @property
     def n_counted(self) -> Any:
-        """`n_recent` as the model counts it: of a buffer a tensor, so that one graph serves all."""
+        """`n_recent` for the model; a tensor in a buffer, so one graph fits every length."""
         return self.n_recent
 
     @property
     def is_compileable(self) -> bool:
-        """Whether its shapes stay as they are."""
+        """Whether the shapes of its states are fixed."""
         return self.room is not None
 
     @property
     def n_old(self) -> int:
-        """Columns of a mask for this layer that stand for the pruned part."""
+        """Mask columns of the pruned part."""
         return self.kept.n_slots
 
     def columns(self, n_new: int) -> int:
-        """Columns of the model's mask for `n_new` tokens more, if it is made for this layer."""
+        """Columns of a mask that the model builds for this layer and `n_new` more tokens."""
         return self.n_old + (self.n_recent + n_new if self.room is None else self.room)
 
     def old_seen(self, context: Tensor | None) -> Tensor | None:
-        """Which of these columns are seen, `(1 or B, 1, H_kv or H, 1 or q, n)` bool; None: all.
+        """Which slots of the pruned part are visible; None: all.
 
         Args:
-            context: which of all tokens up to the pruning, `(1 or B, 1 or H, 1 or q, S)` bool;
-                None: all but padding.
+            context: which of the tokens seen up to the last pruning are visible,
+                `(1 or B, 1 or H, 1 or q, S)` bool; None: all except padding.
+
+        Returns:
+            `(B, H_kv or H, 1 or q, n)` bool, or `(B, 1, 1, n)` where `context` is None.
+
+        Raises:
+            UnsupportedInputError: if `context` is given and the kept positions are unknown.
         """
         occupied = self.kept.occupied(self.device)
         if context is None:
@@ -145,7 +150,7 @@ class PrunedLayer(DynamicLayer):
                 "positions)"
             )
         positions = self.positions
-        if context.shape[1] > positions.shape[1]:  # of query heads
+        if context.shape[1] > positions.shape[1]:  # one mask per query head
             group = context.shape[1] // positions.shape[1]
             positions = positions.repeat_interleave(group, dim=1)
         batch, heads, n = positions.shape
@@ -155,17 +160,17 @@ class PrunedLayer(DynamicLayer):
 
     @property
     def is_pruned(self) -> bool:
-        """Whether tokens were evicted, or padding dropped, since the layer was last reset."""
+        """Whether tokens were evicted, or padding dropped, since the last reset."""
         return self.kept.n_seen > 0
 
     @property
     def is_rerotated(self) -> bool:
-        """Whether keys were rotated to other positions, from which later tokens continue."""
+        """Whether keys were rotated to other positions, from which new tokens continue."""
         return self.kept.following is not None
 
     @property
     def positions(self) -> Tensor | None:
-        """`(B, H_kv, n)` int32: see `Kept`."""
+        """`(B, H_kv, n)` int32; see `Kept`."""
         return self.kept.positions
 
     def states(self) -> tuple[Tensor, Tensor]:
@@ -173,17 +178,17 @@ class PrunedLayer(DynamicLayer):
         return self.keys, self.values
 
     def all_positions(self) -> Tensor | None:
-        """Position in the sequence of every slot, `(1 or B, 1 or H_kv, n_slots)`; None: unknown."""
+        """Sequence position of every slot, `(1 or B, 1 or H_kv, n_slots)`; None: unknown."""
         recent = torch.arange(self.kept.n_seen, self.n_seen, device=self.device)
         if not self.is_pruned:
             return recent.view(1, 1, -1)
         return None if self.positions is None else extended(self.positions, recent)
 
     def all_rotary_positions(self, real: Tensor | None = None) -> Tensor | None:
-        """Rotary position of every slot where keys were rerotated, `(B, H_kv, n_slots)`.
+        """Rotary position of every slot, `(B, H_kv, n_slots)`; None: keys were not rerotated.
 
         Args:
-            real: `(B, n_recent)` bool, which tokens since then are no padding; None: all.
+            real: `(B, n_recent)` bool, which tokens appended since are not padding; None: all.
         """
         if self.kept.rotary is None or not self.is_rerotated:
             return None
@@ -191,10 +196,10 @@ class PrunedLayer(DynamicLayer):
         return extended(self.kept.rotary.to(recent.device), recent.unsqueeze(1))
 
     def following_positions(self, n: int, real: Tensor | None) -> Tensor:
-        """Rotary positions `(B, n)` of tokens behind rerotated keys; padding is not counted.
+        """Rotary positions `(B, n)` of tokens after rerotated keys; padding is not counted.
 
         Args:
-            real: `(B, n)` bool, which are no padding; None: all.
+            real: `(B, n)` bool, which of them are not padding; None: all.
         """
         if real is None:
             real = torch.ones(1, n, dtype=torch.bool, device=self.device)
@@ -202,7 +207,7 @@ class PrunedLayer(DynamicLayer):
         return (first - 1 + real.cumsum(dim=-1)).clamp(min=0)
 
     def lengths(self) -> Tensor:
-        """How many positions each head keeps, `(B, H_kv)` int64; empty slots do not count."""
+        """Tokens stored per head, `(B, H_kv)` int64; empty slots do not count."""
         keys, _ = self.states()
         kept = torch.full(keys.shape[:2], self.n_slots, dtype=torch.int64, device=keys.device)
         if self.positions is not None:
@@ -210,7 +215,7 @@ class PrunedLayer(DynamicLayer):
         return kept
 
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
-        """A layer like this that stores other states, and does not know yet which they are."""
+        """A layer of the same kind that stores `keys` and `values`; its `kept` is not set."""
         inner = copied(self.inner)
         if not inner.is_initialized:
             inner.lazy_initialization(keys, values)
@@ -218,14 +223,14 @@ class PrunedLayer(DynamicLayer):
         return type(self)(inner)
 
     def check_shape(self, left: str) -> None:
-        """Refuse, if states of which `left` is what is left cannot be stored as these are.
+        """Raise if this kind of layer cannot store `left`, a phrase for what the press keeps.
 
         Raises:
-            UnsupportedCacheError: if so.
+            UnsupportedCacheError: naming `left` and what to use.
         """
 
     def settled(self) -> PrunedLayer:
-        """What stores the states for good, once they have been judged and all are left."""
+        """The layer that stores the states after a press has kept all of them."""
         return self
 
     def emptied(self) -> Any:
@@ -237,12 +242,12 @@ class PrunedLayer(DynamicLayer):
         return inner
 
     def remember(self, key: Key, memory: Memory | None) -> None:
-        """Keep what a scope knows of this layer; None: nothing any more."""
+        """Store the memory of a scope for this layer; None removes it."""
         self.memories.pop(key, None)
         if memory is not None:
             self.memories[key] = memory
 
-    # ---- what caches do --------------------------------------------------------------------------
+    # ---- cache layer interface -------------------------------------------------------------------
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         self.inner.lazy_initialization(*args, **kwargs)
@@ -253,15 +258,19 @@ class PrunedLayer(DynamicLayer):
         self.check_readable(key_states)
         return self.inner.update(key_states, value_states, *args, **kwargs)
 
-    def give_up(self) -> None:
-        """Let nobody read it any more: an exception ended the forward that it was pruned in."""
+    def mark_unusable(self) -> None:
+        """Make every later forward raise: an exception ended the forward that pruned the layer."""
         self.is_unusable = True
 
     def check_readable(self, keys: Tensor) -> None:
-        """Refuse a forward that brings `keys` `(B, H_kv, q, d)` and has not the help it needs.
+        """Raise if the layer cannot be read correctly in this forward.
+
+        Args:
+            keys: of the new tokens, `(B, H_kv, q, d)`.
 
         Raises:
-            ScopeError: saying which scope helps.
+            ScopeError: if the layer is unusable, or if the forward lacks what `needs` lists.
+            UnsupportedInputError: if the caller's mask does not fit the stored slots.
         """
         if self.is_unusable:
             raise ScopeError(
@@ -274,13 +283,13 @@ class PrunedLayer(DynamicLayer):
         helped = current.forward is not None and (
             current.reading is self or isinstance(current.reading, OneMask)
         )
-        alone = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
-        if not helped and self.needs not in (ReadingNeeds.NOTHING, alone):
+        harmless = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
+        if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
-        told = helped or self._has_told_sizes or torch.compiler.is_compiling()
-        if self.is_first and self.is_pruned and not told:
+        sized = helped or self._has_sized_mask or torch.compiler.is_compiling()
+        if self.is_first and self.is_pruned and not sized:
             check_mask_in_use(self.n_seen, self.n_slots, n_new)
-        self._has_told_sizes = False
+        self._has_sized_mask = False
 
     def get_seq_length(self) -> Any:
         return self.kept.n_seen - self.kept.shift + self.n_counted
@@ -288,7 +297,7 @@ class PrunedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
-        self._has_told_sizes = True
+        self._has_sized_mask = True
         checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
         if checked and not torch.compiler.is_compiling():
             count = self.get_seq_length()
@@ -301,14 +310,14 @@ class PrunedLayer(DynamicLayer):
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
 
     def crop(self, tokens: int) -> None:
-        """Take the most recent tokens away again, down to where the layer was pruned.
+        """Remove the latest tokens; only tokens appended after pruning can be removed.
 
         Args:
-            tokens: as the installed transformers has it: minus the number of tokens to remove, or
+            tokens: as in the installed transformers: minus the number of tokens to remove, or
                 (5.2 also) the length to crop to.
 
         Raises:
-            UnsupportedCacheError: if that would reach into the pruned part.
+            UnsupportedCacheError: if fewer tokens were appended after pruning.
         """
         to_length = tokens > 0 or (tokens == 0 and _CROP_TAKES_LENGTH)
         remove = max(0, self.get_seq_length() - tokens) if to_length else -tokens
@@ -317,7 +326,7 @@ class PrunedLayer(DynamicLayer):
         if remove > self.n_recent:
             raise UnsupportedCacheError(
                 f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
-                "pruning, what was evicted before them cannot come back"
+                "pruning, and evicted tokens cannot be restored"
             )
         self.drop_last(remove)
         self.memories = {
@@ -325,12 +334,12 @@ class PrunedLayer(DynamicLayer):
         }
 
     def drop_last(self, n: int) -> None:
-        """Forget the last `n` tokens of every head."""
+        """Remove the last `n` tokens of every head."""
         self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
 
     def reset(self) -> None:
         self.inner, self.is_unusable = self.emptied(), False
-        self._know_nothing()
+        self._reset_metadata()
 
     def offload(self) -> None:
         self.inner.offload()
@@ -348,7 +357,8 @@ class PrunedLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
-            rows = torch.arange(self.batch, device=indices.device)[indices]  # of a mask, too
+            # `indices` may be a bool mask.
+            rows = torch.arange(self.batch, device=indices.device)[indices]
             self._hold_rows(rows, self.select_rows)
 
     def _hold_rows(self, rows: Tensor, select: Callable[[Tensor], None]) -> None:
@@ -360,5 +370,5 @@ class PrunedLayer(DynamicLayer):
         self.kept, self.carried, self.memories = of_rows(known, rows, batch)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Store some rows of the batch."""
+        """Keep the states of the batch rows `rows`, in this order; rows may repeat."""
         self.inner.reorder_cache(rows)

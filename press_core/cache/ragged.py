@@ -1,8 +1,8 @@
-"""A cache layer in which every row and KV head keeps its own number of tokens.
+"""A cache layer in which every row and KV head keeps a different number of tokens.
 
-What the heads hold of the context never changes until tokens are evicted again, so it is packed:
-all heads one after the other in one tensor, which attention reads in blocks of equal length. Tokens
-that come later are the same for all heads, and lie in tensors of their own.
+The kept context does not change until the next eviction, so it is packed: all heads one after
+another in one tensor, which attention reads in blocks of equal length. New tokens are the same for
+all heads and are stored in separate tensors.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from press_core.cache.tokens import Kept, ReadingNeeds
 from press_core.rows import pad_left
 
 RESERVED = 2
-"""Empty slots ahead of recent tokens: a compiler makes other graphs for lengths of 0 and 1."""
+"""Empty slots before recent tokens: torch.compile specializes graphs for lengths 0 and 1."""
 
 
 class RaggedLayer(InPlaceLayer):
     """Keys and values of heads that hold different numbers of tokens.
 
-    A head is one KV head of one row of the batch; there are `N = B * H_kv` of them, row by row.
+    Here a head is one KV head of one row of the batch: `N = B * H_kv` heads, row by row.
 
     Attributes:
-        keys, values: `(n, c, d)`, blocks of slots with what the heads hold of the context. On a CPU
-            keys lie channel by channel within a block, which halves the time of the product with
+        keys, values: `(n, c, d)`, blocks of slots with the kept context of all heads. On a CPU keys
+            are stored channel by channel within a block, which halves the time of the product with
             queries.
-        slots: `(n, c)` int32: position in the sequence of what lies in each slot; -1: empty.
-        held: how many of those tokens each head holds.
-        blocks: where they lie.
-        recent: the tokens that came after the pruning, in an even layer; see `none_yet`.
+        slots: `(n, c)` int32: sequence position of the token in each slot; -1: empty.
+        held: tokens of the context per head.
+        blocks: the layout of the heads in blocks.
+        recent: the tokens appended after pruning, in an even layer; see `no_recent`.
         n_heads: `H_kv`.
-        group: query heads of each, `G`: it is laid out for so many.
-        carried: of the last `w` tokens of the first `carried_until`, `(B, H_kv, w)`, for a press
-            that evicts tokens some time after it has judged them.
-        attended_by: the kernel of `attention_patch` that attended over it last.
+        group: query heads per KV head, `G`, which the layout is chosen for.
+        carried: by name, `(B, H_kv, w)` values of the last `w` of the first `carried_until` tokens,
+            for a press that evicts tokens some time after scoring them.
+        attended_by: the kernel of `attention_patch` that last attended over this layer.
     """
 
     refusal = "heads of different lengths"
@@ -56,7 +56,7 @@ class RaggedLayer(InPlaceLayer):
     carried_until: int = 0
 
     def __init__(self, kept: Kept, n_heads: int, group: int) -> None:
-        self._know_nothing()
+        self._reset_metadata()
         self.kept, self.n_heads, self.group = kept, n_heads, group
         self.needs, self.is_initialized = ReadingNeeds.ATTENTION, True
 
@@ -71,16 +71,17 @@ class RaggedLayer(InPlaceLayer):
         like: PrunedLayer | None = None,
         group: int = 2,
     ) -> RaggedLayer:
-        """The layer that holds what is `chosen` `(B, H_kv, S)` bool of the tokens seen.
+        """A layer that keeps the `chosen` tokens of each head.
 
         Gradients flow back to `keys` and `values`.
 
         Args:
             keys, values: `(B, H_kv, S, d)`.
-            positions: `(1 or B, 1 or H_kv, S)`, in the sequence.
+            chosen: which of the `S` tokens each head keeps, `(B, H_kv, S)` bool.
+            positions: sequence positions, `(1 or B, 1 or H_kv, S)`.
             kept: how many tokens were seen, and which of them were padding.
-            like: stores tokens as those to come are to be stored; None: as a `DynamicLayer` does.
-            group: query heads of each KV head; what is held does not depend on it.
+            like: a layer of the kind that stores new tokens; None: a `DynamicLayer`.
+            group: query heads per KV head; affects the layout only.
         """
         layer = cls(kept, chosen.shape[1], group)
         layer.lay_out(
@@ -90,26 +91,26 @@ class RaggedLayer(InPlaceLayer):
             chosen.flatten().nonzero().squeeze(1),  # far faster than a mask as an index
             chosen.sum(dim=-1).flatten().tolist(),
         )
-        layer.recent = none_yet(keys, values, like)
+        layer.recent = no_recent(keys, values, like)
         return layer
 
     def lay_out(
         self, keys: Tensor, values: Tensor, positions: Tensor, chosen: Tensor, held: list[int]
     ) -> None:
-        """Store the `chosen` tokens, head after head.
+        """Store the `chosen` tokens in blocks.
 
         Args:
             keys, values: `(m, d)`.
             positions: `(m,)` int32.
-            chosen: `(sum(held),)` int64, places among the `m`.
-            held: how many of them each head holds.
+            chosen: `(sum(held),)` int64, indices into the `m` tokens, head after head.
+            held: tokens per head.
         """
         self.dtype, self.device = keys.dtype, keys.device
         self.held, self.blocks = held, Blocks.of(held, self.n_heads, self.group, keys)
         blocks, slots = self.blocks, self.blocks.slots(held)
         free = torch.ones(blocks.n * blocks.size, dtype=torch.bool).index_fill_(0, slots, False)
         empty = free.nonzero().squeeze(1).to(keys.device)
-        # What lies in each slot, so that each tensor is copied once; in an empty one whatever.
+        # The token for each slot, so that each tensor is copied once; arbitrary for empty slots.
         source = chosen.new_zeros(len(free)).index_copy_(0, slots.to(keys.device), chosen)
 
         def packed(states: Tensor, nothing: float) -> Tensor:
@@ -125,10 +126,13 @@ class RaggedLayer(InPlaceLayer):
         self.values, self.slots = packed(values, 0), packed(positions, -1)
 
     def packed(self, heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of what (some) heads hold, one after the other, recent tokens left out.
+        """Copies of the kept context, head after head, without recent tokens.
+
+        Args:
+            heads: indices of heads; None: all.
 
         Returns:
-            Keys and values `(sum(held), d)`, and their positions in the sequence.
+            Keys and values `(sum(held), d)`, and their sequence positions.
         """
         index = self.blocks.slots(self.held)
         if heads is not None:
@@ -139,7 +143,7 @@ class RaggedLayer(InPlaceLayer):
         keys, values, positions = (x.index_select(0, index) for x in states)
         return keys, values, positions
 
-    # ---- what is held ----------------------------------------------------------------------------
+    # ---- contents --------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
@@ -152,7 +156,7 @@ class RaggedLayer(InPlaceLayer):
 
     @property
     def counts(self) -> list[int]:
-        """How many tokens each head holds, recent ones included."""
+        """Tokens per head, recent ones included."""
         return [n + self.n_recent for n in self.held]
 
     @property
@@ -178,7 +182,7 @@ class RaggedLayer(InPlaceLayer):
         return torch.tensor(self.counts, device=self.device).view(-1, self.n_heads)
 
     def states(self) -> tuple[Tensor, Tensor]:
-        """All heads at the length of the longest, aligned on the right, `(B, H_kv, n, d)` each."""
+        """Keys and values, left-padded to the longest head, `(B, H_kv, n, d)` each."""
         keys, values, _ = self.dense()
         return keys, values
 
@@ -199,23 +203,23 @@ class RaggedLayer(InPlaceLayer):
         return self.recent.keys[:, :, last], self.recent.values[:, :, last]
 
     def recent_states(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens that came later, `(N, m, d)` each; all slots of a buffer."""
+        """Keys and values of recent tokens, `(N, m, d)` each; of a buffer all its slots."""
         keys, values = (x[:, :, RESERVED:] for x in (self.recent.keys, self.recent.values))
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions `(B, H_kv, n, ...)`; zeros, and -1, where there is nothing."""
+        """Keys, values and positions `(B, H_kv, n, ...)`; empty slots hold zeros and -1."""
         keys, values, positions = self.tokens()
 
         def padded(states: Tensor, empty: float) -> Tensor:
             of_heads = [head[None, None] for head in states.split(self.counts)]
-            alike = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
-            return alike.view(self.batch, self.n_heads, *alike.shape[2:])
+            rows = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
+            return rows.view(self.batch, self.n_heads, *rows.shape[2:])
 
         return padded(keys, 0), padded(values, 0), padded(positions, -1)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions of all that heads hold, copies, one head after the other."""
+        """Copies of the keys, values and positions of all tokens, head after head."""
         (keys, values, positions), n = self.packed(), self.n_recent
         recent_keys, recent_values = self.recent_states()
         recent = torch.arange(self.kept.n_seen, self.n_seen).to(positions)
@@ -230,25 +234,25 @@ class RaggedLayer(InPlaceLayer):
             joined(positions, recent.expand(len(self.held), n)),
         )
 
-    # ---- tokens that are evicted some time after they came ---------------------------------------
+    # ---- late eviction ---------------------------------------------------------------------------
 
     def carry(self, known: Mapping[str, Tensor]) -> None:
-        """Keep what is `known` of the last tokens, `(B, H_kv, w)` each."""
+        """Store values of the last `w` tokens, `(B, H_kv, w)` each, for the next call."""
         self.carried, self.carried_until = dict(known), self.n_seen
 
     def carried_to(self, n_new: int) -> dict[str, Tensor]:
-        """What is known of the last tokens before the `n_new` newest, `(B, H_kv, w)` each.
+        """The carried values up to the `n_new` newest tokens, `(B, H_kv, w)` each.
 
-        Infinite for tokens that came while nobody judged.
+        Tokens that were appended without being scored get infinity.
         """
-        unjudged = self.n_seen - n_new - self.carried_until
-        return {n: pad(x, (0, unjudged), value=float("inf")) for n, x in self.carried.items()}
+        unscored = self.n_seen - n_new - self.carried_until
+        return {n: pad(x, (0, unscored), value=float("inf")) for n, x in self.carried.items()}
 
     def evict(self, evicted: Tensor, real: Tensor | None) -> None:
         """Evict some of the last tokens of each head.
 
         Args:
-            evicted: `(B, H_kv, m)` bool, which of the last `m`.
+            evicted: `(B, H_kv, m)` bool, which of the last `m` tokens.
             real: see `Kept`.
         """
         (keys, values, positions), counts = self.tokens(), self.counts
@@ -258,26 +262,28 @@ class RaggedLayer(InPlaceLayer):
         left[index[evicted.flatten(0, 1)]] = False
         held = [int(part.sum()) for part in left.split(counts)]
         self.kept = Kept(n_seen=self.n_seen, real=real)
-        self.recent = none_yet(self.recent.keys, self.recent.values, self.recent)
+        self.recent = no_recent(self.recent.keys, self.recent.values, self.recent)
         self.lay_out(keys, values, positions, left.nonzero().squeeze(1), held)
 
-    # ---- what caches do --------------------------------------------------------------------------
+    # ---- cache layer interface -------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         grows = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if grows and self.keys.is_inference():  # which autograd refuses to keep
+        if grows and self.keys.is_inference():  # autograd cannot save inference tensors
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        # Under autocast a decode step may come in another dtype than the prefill did.
+        # Under autocast the dtype of a decode step can differ from that of the prefill.
         self.recent.update(keys.to(self.dtype), values.to(self.dtype))
 
     def drop_last(self, n: int) -> None:
         self.recent.drop_last(n)
-        unseen = self.carried_until - self.n_seen
-        if unseen > 0:
-            self.carry({n: x[..., : max(0, x.shape[-1] - unseen)] for n, x in self.carried.items()})
+        removed = self.carried_until - self.n_seen
+        if removed > 0:
+            self.carry(
+                {n: x[..., : max(0, x.shape[-1] - removed)] for n, x in self.carried.items()}
+            )
 
     def reset(self) -> None:
-        self._know_nothing()
+        self._reset_metadata()
         self.keys = self.values = None
         self.is_initialized, self.held = False, []
         self.recent.reset()
@@ -290,8 +296,8 @@ class RaggedLayer(InPlaceLayer):
         self.recent.select_rows(rows)
 
 
-def none_yet(keys: Tensor, values: Tensor, like: PrunedLayer | None = None) -> PrunedLayer:
-    """The layer of tokens to come behind `keys` and `values` `(B, H_kv, S, d)`.
+def no_recent(keys: Tensor, values: Tensor, like: PrunedLayer | None = None) -> PrunedLayer:
+    """An empty layer for the tokens appended after `keys` and `values` `(B, H_kv, S, d)`.
 
     Args:
         like: see `RaggedLayer.of`.

@@ -1,4 +1,4 @@
-"""Reading pruned layers: what a forward needs of mask and positions, whoever pruned them."""
+"""Reading pruned layers: the masks and positions that a forward over them needs."""
 
 from __future__ import annotations
 
@@ -23,35 +23,38 @@ from press_core.forward import Arguments, Forward, OneMask, current
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
-# ---- once a forward ------------------------------------------------------------------------------
+# ---- once per forward ----------------------------------------------------------------------------
 
 
 def pruned_layers(cache: Any) -> list[PrunedLayer]:
-    """The layers of a cache that have lost something."""
+    """The layers of a cache from which something was evicted."""
     layers = getattr(cache, "layers", ())
     return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.kept.n_seen]
 
 
 def are_special(layers: list[PrunedLayer]) -> bool:
-    """Whether some forwards read one of the pruned `layers` with masks or positions of its own."""
+    """Whether any of the pruned `layers` can need its own mask, positions or attention function."""
     plain = ReadingNeeds.NOTHING
     return any([x.needs is not plain or x.kept.following is not None for x in layers])
 
 
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
-    """Whether one of the pruned `layers` is read with masks or positions of its own."""
+    """Whether this forward has to read one of the pruned `layers` with its own mask or positions.
+
+    Also where the caller passes an attention mask or positions that do not fit the stored slots.
+    """
     mask = forward.given.get("attention_mask")
     needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
-    turned = [layer for layer in layers if layer.kept.following is not None]
+    rerotated = [layer for layer in layers if layer.kept.following is not None]
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
         return True
-    # Up to transformers 5.2 a compiled model makes a mask for a single token too.
-    alone = forward.n_tokens == 1 and not torch.compiler.is_compiling()
-    if needs and (not alone or _hides_recent(mask, layers[0], forward)):
+    # Up to transformers 5.2 a compiled model also makes a mask for a single token.
+    single = forward.n_tokens == 1 and not torch.compiler.is_compiling()
+    if needs and (not single or _hides_recent(mask, layers[0], forward)):
         return True
-    if turned:  # the model would count padding, and a user all tokens
-        told = forward.given.get("position_ids") is not None
-        if told or _hides_recent(mask, turned[0], forward):
+    if rerotated:  # the model would count padding; position_ids of a caller count all tokens
+        has_ids = forward.given.get("position_ids") is not None
+        if has_ids or _hides_recent(mask, rerotated[0], forward):
             return True
     if not layers or mask is None:
         return False
@@ -63,47 +66,47 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
 
 
 def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
-    """Whether a mask of two dimensions hides tokens after the pruning, as padding there."""
+    """Whether a 2-d mask hides tokens that were appended after pruning (padding)."""
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     return not bool(mask[:, -layer.n_recent - forward.n_tokens :].all())
 
 
 def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Arguments:
-    """The decoder's arguments with a mask as long as the model counts, where keys were rerotated.
+    """The decoder's arguments, the 2-d mask cut to the model's token count after rerotation.
 
-    The model takes the first columns of a longer mask, one of all tokens. The last ones are those
-    of the tokens that came after the pruning. Before them stands what is kept of a context without
-    padding, or the layer has a mask of its own for it.
+    After rerotation the model counts fewer tokens than a mask over all tokens has columns, and
+    would take its first columns. The last columns are right: they end with the tokens appended
+    after pruning. The columns before those are all visible, or the layer gets its own mask.
 
     Raises:
-        UnsupportedInputError: if the mask hides tokens of such a context.
+        UnsupportedInputError: if the mask hides tokens of a pruned context without padding.
     """
     given, mask = forward.given, forward.given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return given
-    turned = [layer for layer in layers if layer.kept.shift]
-    if not turned:
+    rerotated = [layer for layer in layers if layer.kept.shift]
+    if not rerotated:
         return given
     n_columns = int(forward.cache.get_seq_length()) + forward.n_tokens
     if mask.shape[1] <= n_columns:
         return given
-    layer = turned[0]
+    layer = rerotated[0]
     n_recent = layer.n_recent + forward.n_tokens
     if not layer.kept.is_padded and not bool(mask[:, : mask.shape[1] - n_recent].all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
             "which had no padding, and it is not known which keys they became; let it hide padding "
-            "in what came later only"
+            "among the tokens after the pruning only"
         )
     return given.replace(attention_mask=mask[:, -n_columns:])
 
 
 def hidden_context(forward: Forward) -> Tensor | None:
-    """What the mask that the decoder was given lets queries see of the tokens before a pruning.
+    """Which tokens seen before pruning are visible by the mask that the decoder was given.
 
     Returns:
-        `(1 or B, 1 or H, 1 or q, n_seen)` bool; None: all but padding.
+        `(1 or B, 1 or H, 1 or q, n_seen)` bool; None: all except padding.
     """
     return forward.once(lambda: _hidden_context(forward), "hidden context")
 
@@ -115,12 +118,12 @@ def _hidden_context(forward: Forward) -> Tensor | None:
         return None
     kept, n_seen = layers[0].kept, layers[0].n_seen
     if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].is_rerotated:
-        return None  # made for what is stored, or refused
+        return None  # made for the stored slots, or refused elsewhere
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
     seen = is_visible(mask[..., : kept.n_seen])
     seen = seen[:, None, None] if mask.dim() == 2 else seen
-    if torch.compiler.is_compiling():  # nobody can look
+    if torch.compiler.is_compiling():  # values are not known here
         return seen
     hides = ~seen if kept.real is None else ~seen & kept.real.to(seen.device)[:, None, None]
     return seen if bool(hides.any()) else None
@@ -129,13 +132,14 @@ def _hidden_context(forward: Forward) -> Tensor | None:
 def one_mask(
     forward: Forward, site: AttentionSite, layers: list[PrunedLayer]
 ) -> tuple[OneMask | None, Arguments]:
-    """How the model's one mask reads all pruned `layers`, though they need help.
+    """Whether the model's one mask can serve all pruned `layers`, though they need help.
 
     Args:
-        site: one of those that read them.
+        site: one of the sites that read them.
 
     Returns:
-        None: it does not; and the arguments that the decoder is to get.
+        How the mask serves them (None: every layer needs its own mask), and the decoder's
+        arguments.
     """
     given, own = forward.given, ReadingNeeds.ATTENTION
     if torch.compiler.is_compiling() or any(own in x.needs or x.is_rerotated for x in layers):
@@ -150,9 +154,9 @@ def one_mask(
 
 
 def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[PrunedLayer]) -> bool:
-    """Whether it is a single token that sees everything, by eager attention.
+    """Whether this is one token that sees everything, in eager attention.
 
-    What that adds to the logits is spread over them.
+    A mask of one column is then broadcast over the logits of layers of any length.
     """
     mask = forward.given.get("attention_mask")
     spread = site.attn_implementation == "eager" and site.signature.hands_on
@@ -162,15 +166,15 @@ def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[Pruned
 
 
 def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None:
-    """A mask `(B, n_seen + q)` whose last columns say which slots hold tokens; None: there is none.
+    """A mask `(B, n_seen + q)` whose last columns say which slots hold tokens; None: not possible.
 
-    Layers have to hold the same slots. The columns before hide as many tokens as keeps the numbers
-    that models count positions by.
+    All layers must hold the same slots. The columns before those hide tokens such that each row's
+    number of visible columns, by which models count positions, stays the same.
     """
     first, q, mask = layers[0], forward.n_tokens, forward.given.get("attention_mask")
     held = {(layer.kept.rows, layer.n_slots, layer.n_seen) for layer in layers}
-    alike = len(held) == 1 and len(layers) == len(forward.cache.layers)
-    if not alike or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
+    same = len(held) == 1 and len(layers) == len(forward.cache.layers)
+    if not same or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
         return None
     if hidden_context(forward) is not None:
         return None
@@ -178,10 +182,10 @@ def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None
     occupied = kept.occupied(mask.device)
     assert occupied is not None
     n_before = kept.n_seen - kept.n_slots
-    n_gone = visible[:, : kept.n_seen].sum(dim=1) - occupied.sum(dim=1)
-    if bool(((n_gone < 0) | (n_gone > n_before)).any()):
+    n_hidden = visible[:, : kept.n_seen].sum(dim=1) - occupied.sum(dim=1)
+    if bool(((n_hidden < 0) | (n_hidden > n_before)).any()):
         return None
-    before = torch.arange(n_before, device=mask.device) < n_gone[:, None]
+    before = torch.arange(n_before, device=mask.device) < n_hidden[:, None]
     columns = torch.cat((before, occupied, visible[:, kept.n_seen :]), dim=1)
     return columns.to(mask.dtype)
 
@@ -197,12 +201,13 @@ def helped(
     n_held: int = 0,
     attends: bool = False,
 ) -> Arguments:
-    """The arguments of an attention module with a mask and positions that fit its layer.
+    """The arguments of an attention module, with a mask and positions that fit its layer.
 
     Args:
-        layer: of the cache, which the module is about to read.
-        n_held: how many of the forward's tokens it holds already, where another module has run.
-        attends: whether an attention function of our own will read it.
+        layer: the cache layer that the module reads.
+        n_held: how many of this forward's tokens the layer holds already; not 0 where another
+            module has appended them.
+        attends: whether an attention function of this library reads the layer.
     """
     if not isinstance(layer, PrunedLayer) or not layer.is_pruned:
         return given
@@ -223,12 +228,13 @@ def helped(
 def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, n_held: int) -> Any:
     """The mask for a layer, in the form that its attention takes.
 
-    The model makes one mask for all layers, from the columns of the first; that fits neither rows
-    nor layers of different lengths. Its last columns stand for the tokens after the pruning.
+    The model builds one mask for all layers from the sizes of the first one, which does not fit
+    rows or layers of different lengths. Its last columns are the tokens appended after pruning.
 
     Returns:
-        For an attention function of our own `(1 or B, 1 or H, q, n)` bool over all tokens or, where
-        all of the pruned part is seen, over those after it; None where those are, too.
+        For an attention function of this library, `(1 or B, 1 or H, q, n)` bool over all tokens;
+        over the tokens appended after pruning if the whole pruned part is visible; None if those
+        are all visible, too.
     """
     q, columns = forward.n_tokens, layer.columns(forward.n_tokens - n_held)
     old = layer.old_seen(hidden_context(forward))
@@ -237,23 +243,23 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
         return mask
     recent = _recent(forward, mask, layer, columns - layer.n_old, n_held)
     if own and old is None:
-        idle = q == 1 and not torch.compiler.is_compiling() and bool(recent.all())
-        return None if idle else recent
+        sees_all = q == 1 and not torch.compiler.is_compiling() and bool(recent.all())
+        return None if sees_all else recent
     old = recent.new_ones(1, 1, 1, layer.n_old) if old is None else old.to(recent.device)
     batch, heads = max(len(old), len(recent)), max(old.shape[1], recent.shape[1])
-    if heads > 1:  # query heads, or KV heads
+    if heads > 1:  # H or H_kv
         old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
     seen = torch.cat([part.expand(batch, heads, q, -1) for part in (old, recent)], dim=-1)
     return seen if own else in_form(seen, site.attn_implementation, layer.dtype, site.num_heads)
 
 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int) -> Tensor:
-    """What queries see of the `n` columns behind the pruned part, `(1 or B, 1 or H, q, n)` bool."""
+    """Visibility of the `n` columns after the pruned part, `(1 or B, 1 or H, q, n)` bool."""
     q, device = forward.n_tokens, layer.device
     if layer.room is None:
         return columns_seen(mask, q, n, device).to(device)
     slots, queries = torch.arange(n, device=device), torch.arange(q, device=device)
-    filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own
+    filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own slot
     if mask is None:
         return filled[None, None]
     n_before = _n_before(forward, mask, layer, layer.n_recent - n_held + q)
@@ -262,10 +268,10 @@ def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int
 
 
 def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) -> int:
-    """How many columns of a mask stand before those of the `n_recent` tokens since the pruning.
+    """Columns of a mask before those of the `n_recent` tokens appended after pruning.
 
-    The model makes a mask for the slots of one layer. A user makes one for all tokens, which may go
-    on to the end of the buffer, or one that ends with the newest token.
+    A mask built by the model has columns for the slots of one layer. Any other mask has columns for
+    all tokens, possibly up to the end of a buffer, or only for the last ones.
     """
     first = mask_layer(forward.cache)
     by_model = isinstance(first, PrunedLayer) and mask.shape[-1] == first.columns(forward.n_tokens)
@@ -275,7 +281,7 @@ def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) ->
 def _with_positions(
     forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer, n_held: int
 ) -> Arguments:
-    """The arguments with positions that continue from where the keys were rerotated to."""
+    """The arguments with positions that continue after the rerotated keys."""
     mask = given.get("attention_mask")
     positions = forward.once(
         lambda: _positions(forward, mask, layer, n_held),
@@ -299,7 +305,7 @@ def _with_positions(
 def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> Tensor:
     """Positions of the forward's tokens, `(B, q)` int64."""
     n_recent = layer.n_recent - n_held + forward.n_tokens
-    if layer.room is not None and isinstance(mask, Tensor):  # the last slots hold nothing yet
+    if layer.room is not None and isinstance(mask, Tensor):  # the last slots are still empty
         mask = mask[..., : _n_before(forward, mask, layer, n_recent) + n_recent]
     real = visible_tokens(mask, n_recent, layer.batch)
     real = None if real is None else real.to(layer.device)
@@ -307,39 +313,40 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> 
 
 
 def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) -> None:
-    """Refuse tokens whose positions differ in their dimensions, behind keys at other positions.
+    """Raise if new tokens have 3-d positions that are not text, after rerotated keys.
 
     Args:
-        n: how many there are; `n_seen` with all that came before.
+        n: number of new tokens.
+        n_seen: tokens seen, the new ones included.
 
     Raises:
-        UnsupportedInputError: if there are such tokens.
+        UnsupportedInputError: if there are such tokens (an image).
     """
     rotary, (cos, sin) = site.rotary, given.get("position_embeddings")
     assert rotary is not None
     real = visible_tokens(given.get("attention_mask"), n, len(cos))
     real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
     last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)
-    behind = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
-    made = rotary.embeddings(cos, (last[:, None] - behind).clamp(min=0))
+    n_after = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
+    made = rotary.embeddings(cos, (last[:, None] - n_after).clamp(min=0))
     is_text = alike(made[0], cos) & alike(made[1], sin) & (last[:, None] >= 0)
     if not bool((is_text | ~real).all()):
         raise UnsupportedInputError(
             f"an image came to {site.name} behind keys that were rotated to other positions, where "
-            "it has none; put it into the context, or use a press that does not rotate keys"
+            "images have none; put it into the context, or use a press that does not rotate keys"
         )
 
 
-# ---- what later forwards need --------------------------------------------------------------------
+# ---- needs of later forwards ---------------------------------------------------------------------
 
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
-    """What the forwards to come need to read `layer` of `site`, which `cache` holds already."""
+    """What later forwards need to read `layer` of `site`; `cache` must hold it already."""
     needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
     if layer.columns(1) != columns_of(first, 1):
-        # Of those that transformers has, these alone can do without a mask for a single token.
+        # Only these implementations of transformers take no mask for a single token.
         unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
         unmasked = unmasked and layer.room is None
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
@@ -350,16 +357,16 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     return needs
 
 
-# ---- what a layer holds of a forward's rows ------------------------------------------------------
+# ---- occupied slots ------------------------------------------------------------------------------
 
 
 def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:
-    """Which slots of a layer hold tokens of that row, `(B, S)` bool; None: all.
+    """Which slots of a layer hold a token (neither empty nor padding), `(B, S)` bool; None: all.
 
     Args:
-        mask: of a forward, of any form.
-        n_tokens: of that forward.
-        n_held: how many of these the layer holds already: none before it, all after it.
+        mask: the forward's attention mask, in any form.
+        n_tokens: tokens of the forward.
+        n_held: how many of them the layer holds already: none before its attention, all after it.
     """
     n_recent, old = layer.n_recent, layer.kept.occupied(layer.device)
     recent = visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)

@@ -1,4 +1,4 @@
-"""Which tokens a layer has seen and which are left: what every kind of pruned layer knows."""
+"""Which tokens a layer has seen and which it keeps: metadata that all pruned layers share."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ T = TypeVar("T")
 
 
 class ReadingNeeds(Flag):
-    """What a forward needs to read a pruned layer, and the model does not give it."""
+    """What a forward needs to read a pruned layer beyond what the model provides."""
 
     NOTHING = 0
     MASK = auto()
-    """A mask, or positions, of its own."""
+    """A mask, or positions, for this layer."""
     MASK_OF_MANY = auto()
-    """A mask of its own where several tokens come at once."""
+    """A mask for this layer in forwards of several tokens."""
     ATTENTION = auto()
-    """An attention function of its own."""
+    """An attention function that reads this kind of layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What is left of the tokens that a layer had seen when it was pruned last.
+    """Which of the tokens seen up to the last pruning a layer keeps.
 
-    Slots of rows that keep fewer tokens are empty on the left.
+    Rows that keep fewer tokens than others have empty slots on the left.
 
     Attributes:
-        positions: `(B, H_kv, n)` int32, ascending: position in the sequence of each slot, -1 of an
-            empty one. None: the press did not say.
+        positions: `(B, H_kv, n)` int32, ascending: sequence position of each slot, -1 for an empty
+            slot. None: the press did not report positions.
         n_slots: `n`.
-        n_seen: tokens that the layer had seen, padding included.
-        rows: slots that each row fills, where the batch was padded or rows keep different numbers,
-            so that the mask that the model builds would hide the wrong keys; None: all of them.
-        real: `(B, n_seen)` bool, which tokens seen were no padding; None: all.
-        rotary: `(B, H_kv, n)` int32: to which position each kept key is rotated, where keys were
-            rerotated, or padding between turns separates that from `positions`; None elsewhere.
-        following: where keys were rerotated, the position from which later tokens of each row
-            continue; None: where the model counts on.
-        shift: by how many tokens the model then counts less than the layer had seen.
+        n_seen: tokens seen up to the last pruning, padding included.
+        rows: filled slots per row, where the batch was padded or rows keep different numbers of
+            tokens (the mask that the model builds would hide the wrong keys); None: all slots.
+        real: `(B, n_seen)` bool, which of the tokens seen are not padding; None: all.
+        rotary: `(B, H_kv, n)` int32, the position that each kept key is rotated to, where it
+            differs from `positions`: after rerotation, or with padding between turns. None
+            elsewhere.
+        following: per row, the next rotary position after rerotated keys; None: the model's own
+            count continues.
+        shift: `n_seen` minus the model's token count after rerotation.
     """
 
     positions: Tensor | None = None
@@ -60,7 +61,7 @@ class Kept:
         return self.rows is not None
 
     def occupied(self, device: torch.device) -> Tensor | None:
-        """`(B, n)` bool: which slots hold a token; None: all."""
+        """Which slots hold a token, `(B, n)` bool; None: all."""
         if self.rows is None:
             return None
         slots = torch.arange(self.n_slots, device=device)
@@ -68,9 +69,13 @@ class Kept:
 
 
 def of_rows(known: T, rows: Tensor, batch: int) -> T:
-    """What is `known` of the `batch` rows of a layer, of some of them.
+    """Select batch rows of a layer's metadata.
 
-    Of tensors whatever has as many rows, of tuples a number for each; the rest is the same for all.
+    Tensors with `batch` rows and tuples of ints are indexed; mappings, other tuples and dataclasses
+    are selected recursively; everything else is returned unchanged.
+
+    Args:
+        rows: indices of the rows to select, of `batch` rows.
     """
 
     def chosen(x: Any) -> Any:
@@ -88,6 +93,6 @@ def of_rows(known: T, rows: Tensor, batch: int) -> T:
 
 
 def extended(positions: Tensor, recent: Tensor) -> Tensor:
-    """`positions` `(B, H_kv, n)` and after them `recent`, the same for all heads, int64."""
+    """`positions` `(B, H_kv, n)` followed by `recent`, the same for all heads, as int64."""
     batch, heads, _ = positions.shape
     return torch.cat((positions.long(), recent.expand(batch, heads, -1)), dim=-1)

@@ -1,4 +1,4 @@
-"""The one writer of cache layers: what a press has left of a layer is put in its place."""
+"""Writing cache layers: stores what a press keeps of a layer. Nothing else replaces layers."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from press_core.rows import Decisions
 
 
 def store(cache: Any, site: AttentionSite, decisions: Decisions, key: Key) -> PrunedLayer | None:
-    """Let the layer of `site` hold what is left of it.
+    """Replace the cache layer of `site` by a layer with what the decisions keep.
 
     Args:
         key: of the scope that prunes.
 
     Returns:
-        The layer that does; None if nothing was evicted.
+        The layer that is stored; None if nothing was evicted.
 
     Raises:
-        UnsupportedCacheError: if it cannot hold that.
-        UnsupportedInputError: if a press did not say what it kept where that matters.
+        UnsupportedCacheError: if this kind of layer cannot store the result.
+        UnsupportedInputError: if a press did not report kept positions where they are needed.
     """
     index = site.layer_idx
-    former, stored = known(cache, index), cache.layers[index]
+    old, stored = known(cache, index), cache.layers[index]
     if decisions.any("late_mask"):
-        assert isinstance(former, RaggedLayer)
-        _evict_late(former, decisions)
-        return former
+        assert isinstance(old, RaggedLayer)
+        _evict_late(old, decisions)
+        return old
     first = mask_layer(cache)
-    # Also a layer left whole has to know its padding, once the mask is made for a pruned one.
-    padded = not former.is_pruned and isinstance(first, PrunedLayer) and first.is_pruned
+    # If the model builds its mask for a pruned layer, unpruned layers must know their padding, too.
+    padded = not old.is_pruned and isinstance(first, PrunedLayer) and first.is_pruned
     if decisions.any("head_mask"):
-        layer: PrunedLayer = _ragged(former, decisions)
+        layer: PrunedLayer = _ragged(old, decisions)
     elif decisions.is_whole and not padded:
-        _leave_whole(cache, index, former, decisions, key)
+        _leave_whole(cache, index, old, decisions, key)
         return None
     else:
-        layer = _even(former, site, decisions)
-    layer.memories = _memories(former, decisions, key)
+        layer = _even(old, site, decisions)
+    layer.memories = _memories(old, decisions, key)
     cache.layers[index] = layer
     layer.is_first = mask_layer(cache) is layer
     layer.needs |= reading_needs(cache, layer, site)
@@ -60,39 +60,37 @@ def store(cache: Any, site: AttentionSite, decisions: Decisions, key: Key) -> Pr
     return layer
 
 
-def _leave_whole(
-    cache: Any, index: int, former: PrunedLayer, decisions: Decisions, key: Key
-) -> None:
-    """Let a layer be what it is without a press, and hold what that remembers."""
-    memory, slots, layer = former.memories.get(key), decisions.call.memory, former.settled()
+def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions, key: Key) -> None:
+    """Store a layer that loses nothing, with the memory of the scope."""
+    memory, slots, layer = old.memories.get(key), decisions.call.memory, old.settled()
     if slots or memory is not None:
         layer.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
     keeps = isinstance(cache.layers[index], PrunedLayer) or layer.memories
     cache.layers[index] = layer if keeps else layer.inner
 
 
-def _kept(former: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
-    """What is left of the tokens that the layer has seen."""
-    rows, real = decisions.rows, real_tokens(former, decisions)
-    if rows is None and former.kept.is_padded:
+def _kept(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
+    """Which of the tokens that the layer has seen are kept."""
+    rows, real = decisions.rows, real_tokens(old, decisions)
+    if rows is None and old.kept.is_padded:
         rows = decisions.numbers(lambda eviction: eviction.length)
     if rows is not None:
         decisions.check_slots()
-    positions = _int32(_positions(former, decisions))
-    kept = Kept(positions, decisions.length, former.n_seen, rows, real, shift=former.kept.shift)
+    positions = _int32(_positions(old, decisions))
+    kept = Kept(positions, decisions.length, old.n_seen, rows, real, shift=old.kept.shift)
     known = decisions.call.at.rotary
     if decisions.any("rotary_positions"):
         rotary = _int32(decisions.joined(_rotated_to, -1))
         following = decisions.numbers(lambda e: e.next_position or e.length)
-        # The count of tokens seen is what the model counts by: layers that keep their positions go
-        # by it too, and so does its mask of a padded batch, which has columns for all tokens.
+        # With `keeps_count` the model goes on counting tokens seen: layers that keep their
+        # positions rely on it, and the mask of a padded batch has columns for all tokens.
         keeps_count = kept.is_padded or site.place.keeps_count
         shift = kept.shift if keeps_count else kept.n_seen - max(following)
         return replace(kept, rotary=rotary, following=following, shift=shift)
-    if former.is_rerotated:  # padding between turns has not moved later tokens on
+    if old.is_rerotated:  # padding between turns takes no positions
         following = tuple((_required(known).flatten(1).amax(dim=1) + 1).tolist())
         kept = replace(kept, following=following)
-    is_known = former.is_rerotated or (kept.is_padded and decisions.call.when.decoding)
+    is_known = old.is_rerotated or (kept.is_padded and decisions.call.when.decoding)
     return replace(kept, rotary=_int32(decisions.of_slots(known))) if is_known else kept
 
 
@@ -105,49 +103,49 @@ def _int32(positions: Tensor | None) -> Tensor | None:
     return None if positions is None else positions.to(torch.int32)
 
 
-def _positions(former: PrunedLayer, decisions: Decisions) -> Tensor | None:
-    """Position in the sequence of what is left, `(B, H_kv, n)`, -1: nothing; None: nobody knows."""
-    return decisions.of_slots(former.all_positions()) if former.is_pruned else decisions.slots()
+def _positions(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
+    """Sequence position of each kept slot, `(B, H_kv, n)`, -1 if empty; None: unknown."""
+    return decisions.of_slots(old.all_positions()) if old.is_pruned else decisions.slots()
 
 
-def real_tokens(former: PrunedLayer, decisions: Decisions) -> Tensor | None:
-    """Which of the tokens seen were no padding, `(B, n_seen)` bool; None: all."""
+def real_tokens(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
+    """Which of the tokens seen are not padding, `(B, n_seen)` bool; None: all."""
     occupied = decisions.occupied()
-    if occupied is None and former.kept.real is None:
+    if occupied is None and old.kept.real is None:
         return None
-    keys, n_seen = decisions.call.keys, former.n_seen
+    keys, n_seen = decisions.call.keys, old.n_seen
     real = torch.ones(len(keys), n_seen, dtype=torch.bool, device=keys.device)
-    if former.kept.real is not None:
-        real[:, : former.kept.n_seen] = former.kept.real
-    if occupied is not None:  # of the tokens that came since the last pruning
-        end = min(former.n_slots, decisions.call.length)  # which may be about the latest alone
-        n_new = min(former.n_recent, end)
+    if old.kept.real is not None:
+        real[:, : old.kept.n_seen] = old.kept.real
+    if occupied is not None:  # tokens appended since the last pruning
+        end = min(old.n_slots, decisions.call.length)  # the call may cover fewer slots
+        n_new = min(old.n_recent, end)
         real[:, n_seen - n_new :] = occupied[:, end - n_new : end]
     return None if bool(real.all()) else real
 
 
-def _even(former: PrunedLayer, site: AttentionSite, decisions: Decisions) -> PrunedLayer:
-    """The layer whose heads hold as many tokens each."""
-    kept = _kept(former, site, decisions)
+def _even(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> PrunedLayer:
+    """The layer for decisions that keep the same number of tokens in every head."""
+    kept = _kept(old, site, decisions)
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):
         channels = decisions.joined(lambda e: _required(e.channels))
-        former.check_shape("some channels of the keys")
-        inner = former.holding(*states).inner
+        old.check_shape("some channels of the keys")
+        inner = old.holding(*states).inner
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, decisions.call.keys.shape[-1])
     else:
-        layer = former.holding(*states)
+        layer = old.holding(*states)
     layer.kept = kept
     layer.carried = _carried(decisions, missing=float("nan"))
     return layer
 
 
 def _carried(decisions: Decisions, missing: float) -> dict[str, Tensor]:
-    """What presses carry on; `missing` where a row has fewer tokens than others."""
+    """The presses' `carried` tensors; `missing` pads rows with fewer tokens than others."""
 
     def of(eviction: Eviction, name: str) -> Tensor:
         nothing = eviction.keys.new_zeros(*eviction.keys.shape[:2], 0)
-        before = eviction.call.carried.get(name, nothing)  # a row may have got no token to judge
+        before = eviction.call.carried.get(name, nothing)  # the row may have had no new tokens
         return eviction.carried.get(name, before)
 
     names = {name for eviction in decisions.evictions for name in eviction.carried}
@@ -159,30 +157,34 @@ def _required(x: Tensor | None) -> Tensor:
     return x
 
 
-def _memories(former: PrunedLayer, decisions: Decisions, key: Key) -> dict[Key, Memory]:
-    """What each open scope knows of what is left."""
-    before = {k: memory for k, memory in former.memories.items() if k.is_open or k is key}
+def _memories(old: PrunedLayer, decisions: Decisions, key: Key) -> dict[Key, Memory]:
+    """The memory of each open scope, for the kept slots."""
+    before = {k: memory for k, memory in old.memories.items() if k.is_open or k is key}
     if decisions.call.memory:
         before.setdefault(key, Memory())
     memories = {}
     for other, memory in before.items():
-        mine = other is key
-        slots = decisions.call.memory if mine else memory.of_slots(decisions.call.length)
+        is_own = other is key
+        slots = decisions.call.memory if is_own else memory.of_slots(decisions.call.length)
         found = {name: decisions.of_slots(x, empty=0) for name, x in slots.items()}
         carried_scores = {name: x for name, x in found.items() if x is not None}
-        memories[other] = memory.after_pruning(carried_scores, by_this_scope=mine)
+        memories[other] = memory.after_pruning(carried_scores, by_this_scope=is_own)
     return memories
 
 
 # ---- heads of different lengths ------------------------------------------------------------------
 
 
-def _ragged(former: PrunedLayer, decisions: Decisions) -> RaggedLayer:
-    """The layer whose heads differ in length."""
-    if former.is_rerotated or decisions.any("rotary_positions"):
+def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
+    """The layer for decisions that keep different tokens in each head.
+
+    Raises:
+        UnsupportedInputError: if keys are rerotated.
+    """
+    if old.is_rerotated or decisions.any("rotary_positions"):
         raise UnsupportedInputError(
-            "a press rerotates keys and keeps other tokens for each head, which no layer can tell "
-            "later positions for; leave one of the two out"
+            "a press rerotates keys and keeps other tokens for each head, so that new tokens have "
+            "no common position; leave one of the two out"
         )
 
     def chosen(eviction: Eviction) -> Tensor:
@@ -191,17 +193,17 @@ def _ragged(former: PrunedLayer, decisions: Decisions) -> RaggedLayer:
         return torch.ones_like(eviction.keys[..., 0], dtype=torch.bool)
 
     late = ", and evicts some later" if any(e.carried for e in decisions.evictions) else ""
-    kept = Kept(n_seen=former.n_seen, real=real_tokens(former, decisions))
-    former.check_shape(f"other tokens for each head{late}")
+    kept = Kept(n_seen=old.n_seen, real=real_tokens(old, decisions))
+    old.check_shape(f"other tokens for each head{late}")
     keys, values = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
-    site, positions = decisions.call.site, _required(_positions(former, decisions))
+    site, positions = decisions.call.site, _required(_positions(old, decisions))
     layer = RaggedLayer.of(
         keys,
         values,
         decisions.joined(chosen),
-        positions.clamp(max=former.n_seen - 1),  # what joins counts as the last token
+        positions.clamp(max=old.n_seen - 1),  # tokens that a press adds count as the last one
         kept,
-        former,
+        old,
         site.num_heads // site.num_kv_heads,
     )
     layer.carry(_carried(decisions, missing=float("inf")))
@@ -209,7 +211,7 @@ def _ragged(former: PrunedLayer, decisions: Decisions) -> RaggedLayer:
 
 
 def _evict_late(layer: RaggedLayer, decisions: Decisions) -> None:
-    """Evict tokens some time after they came, and the padding of the forward's tokens at once."""
+    """Evict tokens of earlier forwards, and the padding among this forward's tokens."""
     real, occupied = real_tokens(layer, decisions), decisions.occupied()
     if occupied is not None:
         layer.evict(~occupied[:, None].expand(-1, layer.n_heads, -1), real)

@@ -1,8 +1,7 @@
-"""Files of records: safetensors, and one line of JSON that says what the tensors are.
+"""The file format: safetensors, with one JSON entry that describes the tensors.
 
-A file is written at once or not at all, never over what somebody else has put there. Of layers of
-caches it says what each *is*: how a scope helps with reading it, and what a scope remembers of it,
-is not in there.
+Files are written atomically and never replace other kinds of files. A cache layer is saved with its
+states and metadata, but without what depends on scopes: how to read it, and their memories.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from torch import Tensor
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.ragged import RaggedLayer, none_yet
+from press_core.cache.ragged import RaggedLayer, no_recent
 from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedCacheError, first_line
 from press_core.select import upcast
 
 METADATA = "hook-or-patch"
-"""Entry of a file's metadata that says, as JSON, what it holds, of which model."""
+"""Key of the metadata entry with the JSON description of the file."""
 
 KIND = "compressed cache"
-"""What files say that they hold."""
+"""Value of the `kind` field in files of this format."""
 
 FORMAT_VERSION = 5
-"""Of the files that are written."""
+"""Version of the format that is written and read."""
 
 
 class CacheFileError(PressError, ValueError):
-    """A file is no compressed cache, or not one for this model."""
+    """A file is not a compressed cache, or belongs to another model."""
 
 
 def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """What a file says about itself (an empty dictionary: nothing), and copies of its tensors.
+    """The description in a file (empty if it has none), and copies of its tensors.
 
     Args:
-        group: read only the tensors whose names begin with it and a dot; None: all.
+        group: read only tensors whose names start with `group` and a dot; None: all.
 
     Raises:
-        Exception: of any kind, by what lies in the file.
+        Exception: of any type, for a malformed file.
     """
     with safe_open(path, framework="pt") as file:
         about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
@@ -60,10 +59,10 @@ def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Ten
 
 
 def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The `tensors` of a file in float32 or better.
+    """The tensors of a file in float32 or better.
 
     Raises:
-        ValueError: if some are no floating-point numbers.
+        ValueError: if one of them is not of a floating-point dtype.
     """
     for name, tensor in tensors.items():
         require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
@@ -71,14 +70,14 @@ def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise a `ValueError` that says `what` unless that `holds`."""
+    """Raise a `ValueError` with the message `what` unless `holds`."""
     if not holds:
         raise ValueError(what)
 
 
 @contextmanager
 def refused(path: Path, what: str, kind: type[PressError] = CacheFileError) -> Iterator[None]:
-    """Raises an error of a kind, that `path` is `what`, for all that may be wrong with a file."""
+    """Convert every exception but a `PressError` to `kind`, with the message "`path` `what`"."""
     try:
         yield
     except PressError:
@@ -88,44 +87,48 @@ def refused(path: Path, what: str, kind: type[PressError] = CacheFileError) -> I
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Refuse to write over what is there, unless that is asked for and a compressed cache.
+    """Raise if `path` cannot be written; only compressed caches may be replaced, with `overwrite`.
 
     Raises:
-        CacheFileError: saying what is in the way.
+        CacheFileError: with the reason.
     """
     with refused(path, "cannot be written"):
         require(path.parent.is_dir(), "there is no such folder")
         if os.path.lexists(path):
             advice = "give another name, or overwrite=True to replace a compressed cache"
             require(overwrite, f"a file is there already; {advice}")
-            require(path.is_file() and not path.is_symlink(), "it is no file")
+            require(path.is_file() and not path.is_symlink(), "it is no regular file")
             read_header(path, any_version=True)
 
 
 def write(
     path: Path, tensors: dict[str, Tensor], about: Mapping[str, Any], overwrite: bool
 ) -> None:
-    """Write the file at once or not at all."""
+    """Write the file atomically."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.touch()
         mode = part.stat().st_mode
-        # One entry, for safetensors writes several in any order: equal things, equal files.
+        # A single metadata entry: safetensors writes several in arbitrary order, and equal contents
+        # must give equal files.
         save_file(tensors, part, {METADATA: json.dumps(about)})
-        part.chmod(mode)  # safetensors lets nobody else read it
+        part.chmod(mode)  # safetensors makes files readable by their owner only
         if overwrite:
             part.replace(path)
         else:
-            os.link(part, path)  # unless there is one of that name
+            os.link(part, path)  # fails if the file exists by now
     finally:
         part.unlink(missing_ok=True)
 
 
 def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
-    """What a file says about itself.
+    """The description in a file.
+
+    Args:
+        any_version: accept other versions of the format.
 
     Raises:
-        CacheFileError: if it does not say that it is a compressed cache of this version.
+        CacheFileError: if the file is not a compressed cache of this version of the format.
     """
     with refused(path, "is no compressed cache"):
         require(path.is_file(), "there is no file")
@@ -137,17 +140,17 @@ def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
 
 
 def check_version(about: Mapping[str, Any], known: int) -> None:
-    """Require that a file says that it is of a version of its format."""
+    """Raise a `ValueError` unless `about` has version `known` of its format."""
     version = about.get("version")
     what = f"has version {version!r:.20} of the format; this release reads {known}"
-    require(version == known, f"it {what}: make it anew")
+    require(version == known, f"it {what}: create it again")
 
 
 MOST = 2**24
-"""Tokens that a cache may have seen: what is made of them has to stay small."""
+"""Upper bound of token counts in a file, which limits the tensors that are made from them."""
 
 _KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept)
-_OF_SCOPES = "memories", "needs", "is_first", "_has_told_sizes"
+_OF_SCOPES = "memories", "needs", "is_first", "_has_sized_mask"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 
@@ -155,15 +158,15 @@ _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if typ
 
 
 def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`value` as JSON has it, with a seal that breaks where anything is changed later.
+    """`value` as JSON, with a seal (a digest) that detects later changes.
 
     Args:
-        value: mappings, plain values, tensors and layers of caches.
-        name: of the group of tensors that it has.
-        tensors: where they go.
+        value: mappings, plain values, tensors and cache layers.
+        name: name of the group that its tensors are stored in.
+        tensors: the tensors of the file, to which those of `value` are added.
 
     Raises:
-        UnsupportedCacheError: if a layer holds what cannot be kept.
+        UnsupportedCacheError: if a layer cannot be saved.
     """
     own: dict[str, Tensor] = {}
 
@@ -182,7 +185,7 @@ def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
-    """A digest of all but the floating-point numbers, any of which keys and values may hold."""
+    """A digest of everything except floating-point data: any keys and values are valid."""
     digest = hashlib.sha256(json.dumps(description).encode())
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
@@ -192,36 +195,40 @@ def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _record_of(value: Any) -> dict[str, Any]:
-    """What a layer, or a part of it, holds by name."""
+    """The kind and the attributes of a layer, or of a part of it.
+
+    Raises:
+        UnsupportedCacheError: if it cannot be saved.
+    """
     kind = type(value).__name__
     if isinstance(value, PrunedLayer):
-        torn = value.is_unusable or any(memory.in_prefill for memory in value.memories.values())
-        if torn or (not value.is_initialized and type(value) in (RaggedLayer, ChannelPrunedLayer)):
+        busy = value.is_unusable or any(memory.in_prefill for memory in value.memories.values())
+        if busy or (not value.is_initialized and type(value) in (RaggedLayer, ChannelPrunedLayer)):
             raise UnsupportedCacheError(
                 f"cannot save a {kind} that was abandoned in the middle of a forward, reset, or "
-                "whose prefill is under way; save caches at rest"
+                "whose prefill is under way; save caches between forwards"
             )
     elif kind_of(value) not in (None, PrunedLayer, PrunedHybridLayer):
         raise UnsupportedCacheError(
-            f"cannot save a {kind}, whose states lie in a buffer or in the format of a library; "
+            f"cannot save a {kind}, whose states are in a buffer or in the format of a library; "
             "use a DynamicCache"
         )
     state = {}
     for name, x in (_held_by(value) if isinstance(value, RaggedLayer) else vars(value)).items():
-        if name in _OF_SCOPES or isinstance(x, torch.device):  # which follows from where it is put
+        if name in _OF_SCOPES or isinstance(x, torch.device):  # the device is set when loading
             continue
         for part in x.values() if isinstance(x, dict) else [x]:
             if name != "inner" and not isinstance(part, _KEPT):
                 raise UnsupportedCacheError(
                     f"cannot save a {kind}: its {name} is a {type(part).__name__}, and only "
-                    "numbers, words and tensors are kept"
+                    "numbers, strings and tensors can be saved"
                 )
         state[name] = x
     return {"kind": kind, "state": state}
 
 
 def _held_by(layer: RaggedLayer) -> dict[str, Any]:
-    """What heads of different lengths hold, one after the other."""
+    """The contents of a ragged layer by name, packed head after head."""
     plain = "kept", "carried", "carried_until", "n_heads", "group"
     own = {name: getattr(layer, name) for name in plain}
     recent = (x[:, : layer.n_recent] for x in layer.recent_states())
@@ -234,10 +241,10 @@ def _held_by(layer: RaggedLayer) -> dict[str, Any]:
 
 
 def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `sealed` was given; lists as tuples, and layers as what `layer_from` makes them of.
+    """The value that was passed to `sealed`: lists as tuples, layers as records for `layer_from`.
 
     Raises:
-        ValueError: if something is not as it was written.
+        ValueError: if the contents do not match the seal.
     """
     whole = description["seal"] == _seal(description["is"], tensors)
     require(whole, "it is not as it was written")
@@ -247,7 +254,7 @@ def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[x["tensor"]]
         if x.keys() == {"dtype"}:
             return _DTYPES[x["dtype"]]
-        # JSON knows no other keys than words, and no tuples.
+        # JSON has string keys only, and no tuples.
         named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
         return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
 
@@ -255,13 +262,13 @@ def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) -> Any:
-    """The layer, or the part of one, that was written as `record`, on `device`.
+    """The layer, or part of a layer, that was written as `record`, on `device`.
 
     Args:
-        templates: by kind, a layer of `transformers` that holds nothing yet.
+        templates: by kind, an empty layer of `transformers`.
 
     Raises:
-        ValueError: if this release knows no such layer, or if it counts what cannot be.
+        ValueError: if the kind of layer is unknown, or if its counts or positions are invalid.
     """
     if isinstance(record, Tensor):
         return record.to(device)
@@ -292,9 +299,9 @@ def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) 
 
 
 def _check(kept: Kept, positions: Tensor | None, held: tuple[int, ...] | None) -> None:
-    """Require that counts and positions are in bounds, whoever has sealed them."""
+    """Raise a `ValueError` unless counts and positions are in bounds; a seal can be forged."""
     counts = (kept.n_slots, kept.n_seen, *(kept.rows or ()), *(held or ()))
-    require(all(type(n) is int and 0 <= n <= MOST for n in counts), "it counts beyond all bounds")
+    require(all(type(n) is int and 0 <= n <= MOST for n in counts), f"it has counts beyond {MOST}")
     if positions is not None and positions.numel() and not positions.is_meta:
         fits = int(positions.min()) >= -1 and int(positions.max()) < kept.n_seen
         require(fits, f"it holds positions beyond {kept.n_seen}")
@@ -307,7 +314,7 @@ def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
     layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
     names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)
     recent = [state[name].unflatten(0, of_rows) for name in names]
-    layer.recent = none_yet(*recent)
+    layer.recent = no_recent(*recent)
     layer.append(*recent)
     layer.carried, layer.carried_until = state["carried"], state["carried_until"]
     return layer

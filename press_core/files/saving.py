@@ -1,7 +1,7 @@
-"""Compressed caches in files: compress once, ask tomorrow.
+"""Compressed caches in files: compress once, reuse later.
 
-A file is safetensors: tensors, and one line of JSON that says what they are, of which model, and
-what was evicted. It holds no code and no pickle; a seal tells whether anything was changed.
+A file is in the safetensors format: tensors, and one JSON entry that describes them, the model and
+what was evicted. It contains no code and no pickle; a seal detects changes.
 
 ```python
 save_cache(cache, "context.safetensors", model, press=press)
@@ -43,17 +43,16 @@ _CACHES = ("self_attention_cache", "cross_attention_cache")
 
 @dataclass(frozen=True, eq=False)
 class SavedCache:
-    """What a file says of the cache that it holds.
+    """The description of a saved cache.
 
     Attributes:
-        path: of the file.
-        model: what the model is called.
-        press: the press that left the cache, as text; None: nobody said.
+        path: the file.
+        model: name of the model.
+        press: the press that pruned the cache, as text; None: not given.
         n_seen: tokens that the cache has seen, padding included.
-        evicted: share of them that it has lost, on average over heads and layers.
-        inputs: `input_ids` and `attention_mask` of the context, `(B, S)` int64 each, as far as they
-            were saved.
-        notes: what whoever saved it has added.
+        evicted: share of them that was evicted, on average over heads and layers.
+        inputs: `input_ids` and `attention_mask` of the context, `(B, S)` int64 each, if saved.
+        notes: the notes that were saved with it.
         made_with: versions of the libraries that wrote it.
     """
 
@@ -81,38 +80,38 @@ def save_cache(
     notes: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a cache to a safetensors file, whatever a press has left of it.
+    """Write a cache, pruned or not, to a safetensors file.
 
-    It holds keys and values, which tokens they are, and all that later forwards need: a loaded
-    cache answers, bit for bit, as the one that was saved. What an open scope remembers beside the
-    cache (steps counted, states buffered by presses that act while decoding) is not in it: they
-    begin anew, as with any cache that a new scope is given.
+    The file stores keys and values, the tokens that they belong to, and all that later forwards
+    need: outputs with the loaded cache are bit-identical to outputs with the saved one. The
+    memories of open scopes (steps counted, states buffered by presses that act while decoding) are
+    not saved; presses start afresh, as with any cache in a new scope.
 
     Args:
-        cache: a `DynamicCache`, or an `EncoderDecoderCache` of two, at rest between forwards.
-        path: of the file; its folder has to be there.
-        model: that has filled it.
-        press: that has pruned it, to be named in the file.
-        input_ids, attention_mask: of the context, `(B, S)`; `generate` wants to have them again.
-        notes: more to be kept, as JSON has it.
-        overwrite: replace a file of that name, if it holds a compressed cache.
+        cache: a `DynamicCache`, or an `EncoderDecoderCache` of two, between forwards.
+        path: the file; its folder must exist.
+        model: the model that filled the cache.
+        press: the press that pruned it, for the description.
+        input_ids, attention_mask: of the context, `(B, S)`, which `generate` needs again.
+        notes: further JSON data to store.
+        overwrite: replace an existing file if it is a compressed cache.
 
     Returns:
         The path.
 
     Raises:
-        UnsupportedCacheError: for quantized and other caches, and for layers, that cannot be kept.
-        UnsupportedModelError: if the model cannot be told from others, or holds a part of the heads
-            only (tensor parallelism).
-        CacheFileError: if there is such a file already, or if it cannot be written.
+        UnsupportedCacheError: for quantized and other caches, and layers, that cannot be saved.
+        UnsupportedModelError: if the model cannot be identified, or if this process holds only some
+            of its heads (tensor parallelism).
+        CacheFileError: if the file exists already, or cannot be written.
     """
     path = Path(path)
     files.check_target(path, overwrite)
     sites = attention_sites(model)
     if any(site.ranks.size > 1 for site in sites):
         raise UnsupportedModelError(
-            "this process holds some of the model's heads only (tensor parallelism), so that its "
-            "cache is a part of one; save caches of a model that is in one piece"
+            "this process holds some of the model's heads only (tensor parallelism), so its cache "
+            "is incomplete; save caches of a model that is on one rank"
         )
     tensors: dict[str, Tensor] = {}
     given = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -134,10 +133,10 @@ def save_cache(
 
 
 def _parts(cache: Any) -> dict[str, dict[str, Any]]:
-    """The caches that `cache` is made of, by name.
+    """The caches that `cache` consists of, by name.
 
     Raises:
-        UnsupportedCacheError: if it is of another kind.
+        UnsupportedCacheError: if one of them is not a `DynamicCache`.
     """
     names = _CACHES if type(cache) is EncoderDecoderCache else _CACHES[:1]
     parts = {name: getattr(cache, name, cache) for name in names}
@@ -145,10 +144,10 @@ def _parts(cache: Any) -> dict[str, dict[str, Any]]:
         if type(part) is not DynamicCache:
             raise UnsupportedCacheError(
                 f"cannot save a {type(part).__name__}; only a DynamicCache, or an "
-                "EncoderDecoderCache of two, can be kept"
+                "EncoderDecoderCache of two, can be saved"
             )
         if getattr(part, "offloading", False) and torch.cuda.is_available():
-            torch.cuda.synchronize()  # layers may be on their way
+            torch.cuda.synchronize()  # layers may still be copied
     return {
         name: {
             "grows": part.layer_class_to_replicate is DynamicLayer,
@@ -159,12 +158,12 @@ def _parts(cache: Any) -> dict[str, dict[str, Any]]:
 
 
 def _version(name: str) -> str:
-    """Of a library; unknown of this one, run from a checkout that is not installed."""
+    """Version of an installed library; "unknown" if it runs from a checkout."""
     return next((str(x.version) for x in distributions(name=name)), "unknown")
 
 
 def _summary(cache: Any, sites: list[AttentionSite]) -> dict[str, Any]:
-    """How many tokens the cache has seen, and which share of them it has lost."""
+    """The number of tokens seen, and the share of them that was evicted."""
     own = getattr(cache, _CACHES[0], cache)
     filled = [site.layer_idx for site in sites if not is_empty(own, site.layer_idx)]
     layers = [known(own, index) for index in filled]
@@ -184,28 +183,27 @@ def load_cache(
     device: torch.device | str | None = None,
     any_version: bool = False,
 ) -> Any:
-    """Read what `save_cache` has written.
+    """Read a cache that `save_cache` has written.
 
     Args:
-        path: of the file.
-        model: the one that had filled the cache: same configuration, weights and dtype, on whatever
-            device and with any attention implementation.
-        device: where to put all layers; None: each where the model's layer is.
-        any_version: read a file that was written with another release of transformers too. It is
-            right if both compute the same keys and values; layers that the installed one does not
-            know are refused.
+        path: the file.
+        model: the model that filled the cache: same configuration, weights and dtype, on any device
+            and with any attention implementation.
+        device: device of all layers; None: for each layer the device of the model's layer.
+        any_version: also read files written with another release of transformers. This is right if
+            both releases compute the same keys and values; unknown kinds of layers are refused.
 
     Returns:
-        A `DynamicCache` or an `EncoderDecoderCache`, whose tensors are its own.
+        A `DynamicCache` or an `EncoderDecoderCache`, which shares no tensors with the file.
 
     Raises:
-        CacheFileError: if there is no such file, if it is not what `save_cache` writes, or if it
-            belongs to another model or version; in one line that says which.
-        UnsupportedModelError: if the model cannot be told from others.
+        CacheFileError: if the file does not exist, was not written by `save_cache`, or belongs to
+            another model or version; the message has one line.
+        UnsupportedModelError: if the model cannot be identified.
     """
     path = Path(path)
     about = files.read_header(path)
-    now = identity(model)
+    own = identity(model)
     with files.refused(path, "cannot be read"):
         made_with = about["made_with"]["transformers"]
         files.require(
@@ -213,7 +211,7 @@ def load_cache(
             f"it was written with transformers {made_with!s:.20}, and {transformers.__version__} "
             "is installed, which may compute other keys and values: pass any_version=True to try",
         )
-        differing = _differences(about["model"], now, any_version)
+        differing = _differences(about["model"], own, any_version)
         name = f"{about['model']['name']!s:.60}"
         files.require(not differing, f"it is a cache of another model ({name!r}): {differing}")
         parts = files.unsealed(about["caches"], files.read(path, "cache")[1])
@@ -221,10 +219,10 @@ def load_cache(
 
 
 def about_cache(path: str | Path) -> SavedCache:
-    """What a file says of the compressed cache that it holds; no model is needed.
+    """The description of a saved cache; needs no model.
 
     Raises:
-        CacheFileError: if there is no such file, or if it is not what `save_cache` writes.
+        CacheFileError: if the file does not exist, or was not written by `save_cache`.
     """
     path = Path(path)
     about = files.read_header(path)
@@ -241,17 +239,17 @@ def about_cache(path: str | Path) -> SavedCache:
         )
 
 
-def _differences(former: dict[str, Any], now: dict[str, Any], any_version: bool) -> str:
-    """What tells a model from the one that has filled a cache; empty: nothing."""
-    there, current = former["config"], now["config"]
-    # Releases differ in which fields they know.
-    names = current.keys() & there.keys() if any_version else current.keys() | there.keys()
+def _differences(saved: dict[str, Any], own: dict[str, Any], any_version: bool) -> str:
+    """How a model differs from the one that filled a cache; empty: it does not."""
+    before, current = saved["config"], own["config"]
+    # Releases of transformers have different configuration fields.
+    names = current.keys() & before.keys() if any_version else current.keys() | before.keys()
     differing = [
-        f"{name} is {there.get(name)!s:.40} there and {current.get(name)!s:.40} here"
+        f"{name} is {before.get(name)!s:.40} there and {current.get(name)!s:.40} here"
         for name in sorted(names, key=lambda name: (name not in ("config_class", "dtype"), name))
-        if there.get(name) != current.get(name)
+        if before.get(name) != current.get(name)
     ]
-    if not differing and former["weights"] != now["weights"]:
+    if not differing and saved["weights"] != own["weights"]:
         return "it has the same configuration, and other weights or adapters"
     return "; ".join(differing[:2])
 
@@ -279,42 +277,41 @@ def _part(record: dict[str, Any], model: Any, device: torch.device | None) -> Dy
 
 
 def _devices(model: nn.Module) -> dict[int, torch.device]:
-    """Where each layer of a model runs."""
-    modules: list[tuple[str, Any]] = layers_of(model)  # the first of each layer counts
+    """The device of each layer of a model."""
+    modules: list[tuple[str, Any]] = layers_of(model)  # the first module of a layer decides
     of_layers = [(module.layer_idx, module) for _, module in modules if [*module.parameters()]]
     return {index: device_of(module) for index, module in reversed(of_layers)}
 
 
 N_SAMPLED = 64
-"""Numbers that are looked at of each parameter, evenly spread."""
+"""Number of elements per parameter, evenly spaced, that enter the digest."""
 
-_OF_NO_MATTER = (
+_IRRELEVANT = (
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures"),
     *("_attn_implementation", "_attn_implementation_internal", "_experts_implementation"),
     *("id2label", "label2id", "problem_type", "use_cache", "return_dict", "auto_map"),
     *("output_attentions", "output_hidden_states"),
 )
-"""Fields of a configuration that change nothing in keys and values."""
+"""Configuration fields that do not affect keys and values."""
 
 
 def identity(model: Any) -> dict[str, Any]:
-    """What tells `model` from others, as JSON has it.
+    """A JSON description that identifies `model`.
 
-    Where it lies, its class and its attention implementation are no part of that: a model and its
-    decoder body, on any device, are the same.
+    Its folder, device, class and attention implementation are not included: a model and its decoder
+    body, on any device, have the same identity.
 
     Returns:
-        `config`: its class, its fields and the dtype; and `weights`: a digest of names, shapes and
-        `N_SAMPLED` numbers of every parameter, and of which adapters are on.
+        `config`: the configuration's class and fields, and the dtype; `weights`: a digest of names,
+        shapes and `N_SAMPLED` elements of every parameter, and of the active adapters.
 
     Raises:
-        UnsupportedModelError: if the model has no configuration, or weights that are not here.
+        UnsupportedModelError: if the model has no configuration, or weights without data.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no configuration of transformers, by which it could be "
-            "told from other models"
+            f"{type(model).__name__} has no configuration of transformers that identifies it"
         )
     body = getattr(model, "base_model", model)
     described = json.dumps(config.to_dict(), default=str, sort_keys=True)
@@ -325,13 +322,13 @@ def identity(model: Any) -> dict[str, Any]:
 
 
 def name_of(model: Any) -> str:
-    """What `model` is called: the id on the hub, or the last folder of where it was loaded from."""
+    """Name of `model`: its hub id, or the last part of the folder that it was loaded from."""
     name = str(getattr(getattr(model, "config", None), "name_or_path", None) or "")
     return name if name.count("/") == 1 and not name.startswith((".", "/")) else name.split("/")[-1]
 
 
 def _relevant(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in _OF_NO_MATTER}
+    return {name: value for name, value in fields.items() if name not in _IRRELEVANT}
 
 
 def _digest(body: nn.Module) -> str:
@@ -351,10 +348,10 @@ def _digest(body: nn.Module) -> str:
 
 
 def _stored(body: nn.Module, name: str, parameter: Any) -> Iterator[Tensor]:
-    """The plain tensors that hold a parameter.
+    """The plain tensors that store a parameter.
 
     Raises:
-        UnsupportedModelError: if it is not on this machine's devices.
+        UnsupportedModelError: if the parameter has no data in this process.
     """
     if parameter.device.type == "meta":
         owner, _, own = name.rpartition(".")
@@ -362,11 +359,11 @@ def _stored(body: nn.Module, name: str, parameter: Any) -> Iterator[Tensor]:
         weights = getattr(hook, "weights_map", None)
         if weights is None:
             raise UnsupportedModelError(
-                f"the parameter {name} has no data, so that the model cannot be told from others; "
+                f"the parameter {name} has no data, so the model cannot be identified; "
                 "load its weights"
             )
         parameter = weights[own]
-    if hasattr(parameter, "__tensor_flatten__"):  # quantized, or a part of it on this rank
+    if hasattr(parameter, "__tensor_flatten__"):  # quantized, or a shard of a DTensor
         for part in parameter.__tensor_flatten__()[0]:
             yield from _stored(body, name, getattr(parameter, part))
     else:

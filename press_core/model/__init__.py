@@ -1,1 +1,1 @@
-"""What a press has to know of a model: its attention sites, its rotations, its decoder."""
+"""The parts of a model that presses use: attention sites, rotary embeddings, the decoder."""

@@ -1,4 +1,4 @@
-"""Where the forward of a whole model can be got at."""
+"""Finding the decoder of a model, its last layer, its device and its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from press_core.model.sites import AttentionSite
 
 
 def decoder_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The innermost module that takes token ids and runs all modules of these names."""
+    """The innermost module that takes token ids and contains all modules in `names`."""
     parts = names[0].split(".")
     for depth in range(len(parts) - 1, -1, -1):
         name = ".".join(parts[:depth])
@@ -29,26 +29,26 @@ def decoder_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
-    """The layer whose output becomes, by the final norm, what the decoder returns.
+    """The last decoder layer, whose output goes into the final norm.
 
     Raises:
-        UnsupportedModelError: if `sites` do not lie in layers of one list.
+        UnsupportedModelError: if the layers of `sites` are not in one `nn.ModuleList`.
     """
-    for name, module in model.named_modules():  # the outermost come first
+    for name, module in model.named_modules():  # outermost first
         inside = all(site.name.startswith(f"{name}.") for site in sites)
         if inside and isinstance(module, nn.ModuleList):
             return module[-1]
     raise UnsupportedModelError(
-        f"the attention modules of {type(model).__name__} do not lie in one list of layers, so "
-        "that nobody knows which is the last"
+        f"the attention modules of {type(model).__name__} are not in one nn.ModuleList of layers, "
+        "so the last layer is unknown"
     )
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where `module` takes what it is given: where its first weights are.
+    """The device for the inputs of `module`: the device of its first weights.
 
-    Or, where all of them are elsewhere between forwards, where accelerate brings them; else the
-    CPU.
+    If all weights are offloaded between forwards, the device that accelerate moves them to. A
+    module without weights gives the CPU.
     """
     current = (x.device for x in module.parameters() if x.device.type != "meta")
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
@@ -57,10 +57,10 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def tokenizer_of(model: Any, instead: str) -> Any:
-    """The tokenizer that lies beside `model`.
+    """The tokenizer from the folder or hub repository that `model` was loaded from.
 
     Raises:
-        PressError: if there is none; `instead` says what to do.
+        PressError: if there is none; the message ends with `instead`, which says what to do.
     """
     name = str(getattr(model.config, "name_or_path", "") or "")
     try:

@@ -1,4 +1,4 @@
-"""Graphs that torch.compile has made of a model, and that do not look for hooks."""
+"""Graphs that torch.compile has made of a model, and that miss hooks registered since."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from press_core.model.sites import AttentionSite
 
 
 def may_break() -> bool:
-    """Whether a graph is made that runs eagerly in between: one that is exported must not."""
+    """Whether torch.compile is tracing and graph breaks are allowed; `torch.export` allows none."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def compile_nothing() -> Callable[[], Any]:
-    """Let this thread run as it was written what it would compile; returns what ends that."""
+    """Run all code of this thread eagerly; returns the function that turns compiling on again."""
     set_eval_frame = sys.modules["torch._dynamo.eval_frame"].set_eval_frame
     return partial(set_eval_frame, set_eval_frame(None))
 
@@ -31,22 +31,22 @@ def n_compiled() -> int:
 
 
 def forget_graphs(sites: list[AttentionSite]) -> None:
-    """Let what `torch.compile` has made of attention modules like these be made anew when it runs.
+    """Make `torch.compile` compile attention modules like these again at their next call.
 
-    A graph runs on without a look at the hooks that were registered since: torch leaves their
-    guards out (`torch._dynamo.config.skip_nnmodule_hook_guards`, True by default). Graphs belong to
-    the code of a function and not to a model, so others of the same code are compiled again too.
+    A compiled graph ignores hooks that were registered later: torch leaves out their guards
+    (`torch._dynamo.config.skip_nnmodule_hook_guards`, True by default). Graphs belong to the code
+    of a function, so other models with the same code are compiled again, too.
     """
     for code in graphs_of(sites):
         sys.modules["torch._dynamo"].eval_frame.reset_code(code)
 
 
 def graphs_of(sites: list[AttentionSite]) -> Iterator[CodeType]:
-    """The code that was compiled with attention modules like these in it, and may miss hooks."""
+    """Code objects whose graphs contain attention modules like these and may miss hooks."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not dynamo.config.skip_nnmodule_hook_guards:
         return
-    # Around a hook the graph breaks, and what is inside of the module gets graphs of its own.
+    # The graph breaks at a hook, and the children of the module are compiled separately.
     names = {site.name.rpartition(".")[2] for site in sites}
     names |= {name for site in sites for name, _ in site.module.named_children()}
     members = {f"_modules['{name}']" for name in names}
@@ -58,7 +58,7 @@ def graphs_of(sites: list[AttentionSite]) -> Iterator[CodeType]:
 
 
 def _compiled() -> Iterator[CodeType]:
-    """The code of all that was compiled in this process and still exists."""
+    """All code objects that were compiled in this process and still exist."""
     frames = sys.modules["torch._dynamo.convert_frame"]
     for codes in (frames.input_codes, frames.output_codes):
         for reference in list(codes.seen):

@@ -1,4 +1,4 @@
-"""The ranks that share the heads of an attention module, under tensor parallelism."""
+"""The tensor-parallel ranks that share the heads of an attention module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True, eq=False)
 class HeadGroup:
-    """The ranks that share the heads of an attention module, each with as many, in their order.
+    """The ranks that share the heads of an attention module: equal numbers, in rank order.
 
     Attributes:
         process_group: of torch.distributed; None: this process holds all heads.
-        rank, size: the place of this process in it.
+        rank, size: rank of this process, and number of ranks.
     """
 
     process_group: Any = None
@@ -25,13 +25,13 @@ class HeadGroup:
     size: int = 1
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """`x` with the heads of all ranks along `dim`; gradients flow back."""
+        """Concatenate the heads of all ranks along `dim`; gradients flow back."""
         if self.process_group is None:
             return x
         return torch.cat(all_gather(x.contiguous(), group=self.process_group), dim=dim)
 
     def own(self, x: Tensor, n: int, dim: int = 1) -> Tensor:
-        """Of `x`, which has the heads of all ranks along `dim`, a copy of the `n` of this one."""
+        """A copy of this rank's `n` heads of `x`, which has the heads of all ranks along `dim`."""
         if x.shape[dim] == n:
             return x
         return x.chunk(self.size, dim=dim)[self.rank].contiguous()
@@ -44,7 +44,7 @@ class HeadGroup:
 
 
 def ranks_of(model: nn.Module) -> HeadGroup:
-    """The ranks that `model` is spread over, whether or not they share heads."""
+    """The tensor-parallel ranks of `model`, whether or not they share heads."""
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None:
         return HeadGroup()
@@ -53,7 +53,7 @@ def ranks_of(model: nn.Module) -> HeadGroup:
 
 
 def whole_columns(group: HeadGroup, weight: Tensor, width: int) -> Tensor:
-    """A weight `(D, width)` of which each rank holds the columns of its heads."""
+    """The whole weight `(D, width)`, where each rank holds the columns of its heads."""
     if isinstance(weight, DTensor):
         return weight.full_tensor()
     return weight if weight.shape[1] == width else group.gather(weight, dim=1)

@@ -1,9 +1,8 @@
-"""Rotary position embeddings of any family, through the model's own function.
+"""Rotary position embeddings of any model family, through the model's own function.
 
-Families differ in how they pair channels (halves or neighbours), in which channels they rotate and
-in the precision they do it in. Calling the function of the model's own modeling module gives the
-model's own bits; the inverse and the average of rotations follow from its being linear in the
-cosines and sines.
+Families differ in how they pair channels (halves or neighbours), which channels they rotate and in
+which precision. Calling the function of the modeling module reproduces the model bit for bit. The
+function is linear in the cosines and sines, which gives the inverse and the average of rotations.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Rotary:
 
     Attributes:
         function: `apply_rotary_pos_emb(q, k, cos, sin)` of the modeling module.
-        n_channels: how many leading channels the attention module hands to `function`.
-        embedding: the model's rotary embedding module, called for positions of one's own.
-        layer_type: what `embedding` wants to know of the layer, where it serves several kinds.
-        in_3d: whether `embedding` wants a position in each of three dimensions (images, videos).
-        first_position: where the model counts its positions from.
+        n_channels: how many leading channels the attention module passes to `function`.
+        embedding: the model's rotary embedding module, for cosines and sines at any positions.
+        layer_type: the `layer_type` argument of `embedding`, where it serves several layer types.
+        in_3d: whether `embedding` takes positions in three dimensions (images, videos).
+        first_position: the model's position of the first token.
     """
 
     function: Callable[..., tuple[Tensor, Tensor]]
@@ -44,7 +43,7 @@ class Rotary:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` `(B, H, q, d)` by `cos`, `sin` `(1 or B, q, rotary channels)`.
 
-        The result has the bits that the model itself computes for these states.
+        The result is bit-identical to the model's.
         """
         return _in_parts(self._rotated, x, cos, sin)
 
@@ -56,7 +55,7 @@ class Rotary:
         return torch.cat((rotated, untouched), dim=-1) if untouched.shape[-1] else rotated
 
     def unrotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Undo `rotate`, in float32 or better; scaled embeddings (YaRN) are undone exactly too."""
+        """Undo `rotate`, in float32 or better; also exact for scaled embeddings (YaRN)."""
         cos, sin = upcast(cos), upcast(sin)
         norm = cos.square() + sin.square()
         return _in_parts(
@@ -64,10 +63,10 @@ class Rotary:
         )
 
     def rotate_to(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `x` `(B, H, n, d)` from before RoPE to `positions`, in float32 or better.
+        """Rotate `x` `(B, H, n, d)`, states before RoPE, to `positions`, in float32 or better.
 
         Args:
-            positions: `(1 or B, 1 or H, n)` int64: heads may differ in theirs.
+            positions: `(1 or B, 1 or H, n)` int64; heads may have different positions.
         """
         return self._each_head(self.rotate, x, positions)
 
@@ -83,14 +82,14 @@ class Rotary:
         return self.unrotate(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
 
     def find(self, cos: Tensor, sin: Tensor, limit: int) -> Tensor:
-        """The position that has these cosines and sines, in all dimensions, `(B,)` int64.
+        """The position with these cosines and sines, `(B,)` int64.
 
         Args:
             cos, sin: `(B, 1, rotary channels)`.
-            limit: look among `0 ... limit - 1`.
+            limit: search the positions `0 ... limit - 1`.
 
         Returns:
-            -1 where there is none, as of most tokens of an image.
+            -1 where no position has them in all dimensions, as for most tokens of an image.
         """
         known_cos, known_sin = self.embeddings(cos, torch.arange(limit, device=cos.device)[None])
         same = alike(known_cos, cos) & alike(known_sin, sin)
@@ -105,12 +104,12 @@ class Rotary:
         """Mean rotation over the positions `start ... start + n_positions - 1`.
 
         Args:
-            like: any state `(..., d)`: gives device, dtype and head_dim.
+            like: any state `(..., d)`, for its device, dtype and head_dim.
             start: `(1 or B, 1)` int64.
 
         Returns:
-            Matrices `R`, `(1 or B, 1, d, d)`, in the dtype of `like`; a state `x` is rotated by
-            `x @ R.mT`.
+            Matrices `R`, `(1 or B, 1, d, d)`, in the dtype of `like`; `x @ R.mT` rotates a state
+            `x`.
         """
         positions = start + torch.arange(n_positions, device=like.device)
         cos, sin = self.embeddings(like, positions)
@@ -122,69 +121,72 @@ class Rotary:
     def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at `positions` `(1 or B, n)`, in the dtype of `like`.
 
-        A twin of the model's module computes them: some rotary modules adapt their frequencies to
-        the largest position they were asked for, and a press must not leave a trace.
+        A copy of the model's module computes them, because some rotary modules adapt their
+        frequencies to the largest position so far, and a press must not change the model.
 
         Raises:
-            UnsupportedModelError: if it is not known which that is.
+            UnsupportedModelError: if the model's rotary module is unknown.
         """
         if self.embedding is None:
             raise UnsupportedModelError(
-                "keys are to be rotated to other positions, and no rotary module of the model is "
-                "known to make the cosines and sines for them"
+                "keys are to be rotated to other positions, but the module of the model that "
+                "computes cosines and sines is unknown"
             )
         extra = {"layer_type": self.layer_type} if self.layer_type is not None else {}
-        if self.in_3d:  # of text, the same in all of them
+        if self.in_3d:  # text has the same position in all three dimensions
             positions = positions.expand(3, *positions.shape)
         cos, sin = _twin(self.embedding)(like, positions, **extra)
         return cos, sin
 
     def of_this_layer(self) -> nn.Module:
-        """A copy of `embedding`, to be called without a layer type, and with its attributes."""
+        """A copy of `embedding` for this layer's type: call it without `layer_type`.
+
+        Attributes per layer type, such as `full_attention_inv_freq`, are also set without prefix.
+        """
         assert self.embedding is not None
         own = copy.deepcopy(self.embedding)
-        if self.layer_type is not None:  # it serves several, each by names of its own
+        if self.layer_type is not None:  # attributes are prefixed with the layer type
             vars(own)["forward"] = partial(own.forward, layer_type=self.layer_type)
             prefix = f"{self.layer_type}_"
             for name, of_type in {**vars(own), **own._buffers}.items():
-                if name.startswith(prefix):  # such as full_attention_inv_freq
+                if name.startswith(prefix):
                     setattr(own, name.removeprefix(prefix), of_type)
         return own
 
 
-def _in_parts(turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`turn(x, cos, sin)` of `x` `(B, H, q, d)`, some tokens at a time."""
-    step = rows_at_once(x, 4 * x[:, :, :1].numel())  # the model's function makes so many
+def _in_parts(rotate: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate(x, cos, sin)` for `x` `(B, H, q, d)`, in chunks of tokens; see `press_core.tiles`."""
+    step = rows_at_once(x, 4 * x[:, :, :1].numel())  # the model's function makes 4 copies
     if x.shape[2] <= step:
-        return turn(x, cos, sin)
-    first = turn(x[:, :, :step], cos[:, :step], sin[:, :step])
-    turned = first.new_empty(x.shape)
-    turned[:, :, :step] = first
+        return rotate(x, cos, sin)
+    first = rotate(x[:, :, :step], cos[:, :step], sin[:, :step])
+    rotated = first.new_empty(x.shape)
+    rotated[:, :, :step] = first
     for start in range(step, x.shape[2], step):
         rows = slice(start, start + step)
-        turned[:, :, rows] = turn(x[:, :, rows], cos[:, rows], sin[:, rows])
-    return turned
+        rotated[:, :, rows] = rotate(x[:, :, rows], cos[:, rows], sin[:, rows])
+    return rotated
 
 
 def alike(made: Tensor, given: Tensor) -> Tensor:
-    """Whether cosines (or sines) `(..., channels)` are the same but for rounding, `(...)` bool."""
+    """Whether cosines (or sines) `(..., channels)` are equal within rounding, `(...)` bool."""
     return ((made - given).abs() <= 2 * torch.finfo(given.dtype).eps).all(dim=-1)
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A module with the same tensors that can replace its own without the other's knowledge."""
+    """A copy with the same tensors, which can replace its buffers without changing `module`."""
     if next(module.children(), None) is not None:
         return copy.deepcopy(module)
-    twin = copy.copy(module)  # deeply, its config would be copied too
+    twin = copy.copy(module)  # deepcopy would also copy its config
     containers = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set))}
     vars(twin).update(containers)
     return twin
 
 
 class NoRotation(Rotary):
-    """Of a layer without positions, in a model whose other layers rotate: states stay as they are.
+    """The identity, for a layer without RoPE in a model whose other layers rotate (NoPE).
 
-    What a press does at other positions is then the same as at any.
+    States are the same at all positions.
     """
 
     def __init__(self) -> None:

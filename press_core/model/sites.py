@@ -1,4 +1,4 @@
-"""Where a model attends: one `AttentionSite` per attention module, as the probe has found it."""
+"""One `AttentionSite` per attention module of a model; the probe makes them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from press_core.model.rotary import Rotary
 
 @dataclass(frozen=True)
 class Signature:
-    """How the forward of an attention module is called, and what it calls.
+    """How the forward of an attention module is called, and how it calls attention functions.
 
     Attributes:
         parameters: names of its parameters, in order.
-        cache_name: which of them is the cache.
-        interface: the registry that it takes its attention function from, or None.
-        hands_on: whether its keyword arguments reach that function.
+        cache_name: the name of the cache parameter.
+        interface: the registry that it gets its attention function from, or None.
+        hands_on: whether it passes its keyword arguments on to that function.
     """
 
     parameters: tuple[str, ...]
@@ -33,13 +33,13 @@ class Signature:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an attention module stands among those that presses work on.
+    """An attention module's place among the sites of its model.
 
     Attributes:
-        depth, n_sites: its place, from 0, and how many there are.
-        keeps_count: whether the model goes on to count all tokens, whatever this layer does with
-            its keys: other layers count them too, images before have positions of their own, or it
-            does not count by its cache at all.
+        depth, n_sites: its index, from 0, and the number of sites.
+        keeps_count: whether the model still counts all tokens seen when this layer's keys are
+            rerotated: other layers slide and count them too, images have 3-d positions, or the
+            model does not derive positions from the cache.
     """
 
     depth: int = 0
@@ -53,7 +53,7 @@ class Softmax:
 
     Attributes:
         scaling: factor on the logits.
-        softcap: bound of `tanh` soft-capping of the logits, or None (Gemma-2).
+        softcap: bound of `tanh` soft-capping of the logits (Gemma-2), or None.
     """
 
     scaling: float
@@ -62,13 +62,13 @@ class Softmax:
 
 @dataclass(frozen=True)
 class QuerySource:
-    """Where a hook finds the query.
+    """The submodule output that contains the query, for hooks.
 
     Attributes:
-        child: name of the submodule of the attention module whose output it is part of.
-        n_blocks: into how many equal blocks the channels of each token are divided there, each of
-            which starts with the query of some heads; 0: the output is the query, `(B, H, q, d)`.
-        factor: what the output is multiplied by.
+        child: name of the submodule of the attention module.
+        n_blocks: number of equal blocks that the channels of the output are divided into; each
+            block starts with the queries of some heads. 0: the output is the query, `(B, H, q, d)`.
+        factor: factor on the output.
         is_rotated: whether RoPE has already been applied to it.
     """
 
@@ -78,7 +78,7 @@ class QuerySource:
     is_rotated: bool
 
     def query_in(self, output: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """The query `(B, H, q, d)` in what the submodule returned."""
+        """The query `(B, H, q, d)` in the output of the submodule."""
         if self.n_blocks:
             batch, n = output.shape[:2]
             blocks = output.reshape(batch, n, self.n_blocks, -1)
@@ -89,18 +89,18 @@ class QuerySource:
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention module of one model: what it is called and shaped like.
+    """One attention module of one model: its names, shapes and conventions.
 
     Attributes:
         name: qualified name of the module inside the model.
         layer_idx: index of its layer in the cache.
-        num_heads, num_kv_heads, head_dim: `H`, `H_kv` and `d`; heads of all ranks count.
+        num_heads, num_kv_heads, head_dim: `H`, `H_kv` and `d`, with the heads of all ranks.
         softmax: how logits become weights.
-        rotary: the rotation of queries and keys, or None where positions enter otherwise.
+        rotary: the rotation of queries and keys; None: no rotation is known.
         head_order: per query head, the KV head that it attends over; None: `h // G`.
-        ranks: those that share the heads (tensor parallelism).
-        query_source: where a hook finds the query; None: nowhere.
-        refusals: by need (see `Press.site_needs`), why a press that has it cannot work here.
+        ranks: the tensor-parallel ranks that share the heads.
+        query_source: the submodule output that holds the query, for hooks; None: there is none.
+        refusals: by need (see `Press.site_needs`), why the module does not meet it.
     """
 
     name: str
@@ -124,7 +124,7 @@ class AttentionSite:
         return self.softmax.scaling
 
     def grouped(self, of_heads: Tensor) -> Tensor:
-        """`(B, H, ...)` with the query heads of each KV head next to each other: `h // G`."""
+        """`(B, H, ...)` with query heads reordered so that head `h` belongs to KV head `h // G`."""
         return of_heads if self._order is None else of_heads[:, self._order]
 
     def ungrouped(self, of_heads: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class AttentionSite:
 
     @cached_property
     def _order(self) -> list[int] | None:
-        """The query heads, those of each KV head next to each other; None: they are."""
+        """The query heads sorted by KV head; None: they are sorted already."""
         heads = list(self.head_order or ())
         return None if heads == sorted(heads) else sorted(range(len(heads)), key=heads.__getitem__)
 
@@ -148,15 +148,15 @@ class AttentionSite:
 
     @property
     def attn_implementation(self) -> str:
-        """Name of the attention implementation in force: "eager", "sdpa" and so on."""
+        """Name of the current attention implementation: "eager", "sdpa" and so on."""
         return str(self.module.config._attn_implementation)  # type: ignore[union-attr]
 
     @cached_property
     def query_module(self) -> nn.Module:
-        """The submodule whose output holds the query, for a hook; the one that was verified.
+        """The submodule whose output holds the query, for a hook, as verified by the probe.
 
         Raises:
-            UnsupportedModelError: if there is none. A patch sees queries all the same.
+            UnsupportedModelError: if there is none. Patches do not need it.
         """
         if self.query_source is None:
             raise UnsupportedModelError(self.refusals["hooked queries"])
@@ -170,11 +170,11 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class Bystander:
-    """An attention module whose cache presses leave alone, and what it needs beside pruned ones.
+    """An attention module that is not pruned but needs help once other layers are.
 
     Attributes:
-        owner: index of the layer in the cache that it attends over, where that is another's.
-        window: how many of the last tokens it sees, where a bare cache would keep all.
+        owner: index of the cache layer that it reads, if another module fills that layer.
+        window: length of its sliding window, where a plain `DynamicCache()` would keep all tokens.
     """
 
     site: AttentionSite
@@ -183,25 +183,25 @@ class Bystander:
 
 
 def site_of(module: Any) -> AttentionSite:
-    """The site of the attention module that an open scope has handed to a press.
+    """The site of an attention module that an open scope has passed to a press.
 
     Args:
-        module: what hook presses get as `module`, or the `call.site` of patch presses.
+        module: the `module` argument of hook presses, or the `call.site` of patch presses.
 
     Raises:
-        UnsupportedInputError: if it is another module.
+        UnsupportedInputError: if it is any other module.
     """
     site = module if isinstance(module, AttentionSite) else vars(module).get("_site")
     if not isinstance(site, AttentionSite):
         raise UnsupportedInputError(
             f"a {type(module).__name__} was given, and it is not known how it rotates its keys; "
-            "give the module that a press is handed while `with press(model): ...` is open"
+            "pass the module that a press is handed while `with press(model): ...` is open"
         )
     return site
 
 
 def n_layers_of(site: AttentionSite) -> int:
-    """How many layers the model of `site` has, those that presses leave alone too."""
+    """Number of layers of the model of `site`, unpruned ones included."""
     config: Any = site.module.config
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
@@ -210,21 +210,21 @@ def output_weight(site: AttentionSite) -> Tensor:
     """Weight of the output projection, `(D, H * d)`.
 
     Raises:
-        UnsupportedModelError: if the module has none with floating-point weights at hand.
+        UnsupportedModelError: if the module has none, or its weights are offloaded or quantized.
     """
     width = site.num_heads * site.head_dim
     children = dict(site.module.named_children())
-    for name in ("o_proj", "dense", "out_proj", "c_proj"):  # by role; nothing else tells it
+    for name in ("o_proj", "dense", "out_proj", "c_proj"):  # only the name shows the role
         weight = getattr(children.get(name), "weight", None)
         if isinstance(weight, Tensor) and weight.is_meta:
             raise UnsupportedModelError(
                 f"the weights of {site.name}.{name} are offloaded between forwards (device_map), "
-                "and values are weighed by them; keep the attention modules on a device"
+                "and the press weighs values by them; keep the attention modules on a device"
             )
         if isinstance(weight, Tensor) and weight.is_floating_point():
             weight = weight.T if type(children[name]).__name__ == "Conv1D" else weight
             return whole_columns(site.ranks, weight, width)
     raise UnsupportedModelError(
         f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
-        "out_proj or c_proj) with floating-point weights, by which values are weighed"
+        "out_proj or c_proj) with floating-point weights, which the press weighs values by"
     )

@@ -1,13 +1,13 @@
-"""The only source about a model: what a press reads is compared with what the model computes.
+"""Probing a model: what a press reads is compared with what the model computes.
 
-Attention modules keep to a convention, and every second one has an exception to it: layers that do
-not rotate, norms after the rotation, queries scaled beforehand, heads paired in another order,
-latents in the place of keys. None of that can be told from names. So the model is run once over a
-few tokens, and what its attention functions receive is compared with what a press would read.
+Attention modules follow a convention, but every second one deviates from it: layers without RoPE,
+norms after the rotation, queries scaled beforehand, heads paired in another order, latents instead
+of keys. Names do not show any of this. So the model is run once over a few tokens, and the inputs
+of its attention functions are compared with what a press would read. All knowledge about models
+comes from here.
 
-The run uses a cache of its own and takes place once per class and configuration of a model; nothing
-is patched meanwhile, the state of the random generators is put back, and so is what modules have
-noted of it.
+The run uses a separate cache and takes place once per class and configuration of a model. Nothing
+is patched for it; the random generators and the attributes of modules are restored afterwards.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Bystander, Place
 from press_core.probe import watching
-from press_core.probe.facts import Facts, close, judged
+from press_core.probe.facts import Facts, close, facts_of
 
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Facts] | str]] = weakref.WeakKeyDictionary()
-"""By class and kind of a model what was found, or why nothing was."""
+"""By model class and `_kind_of`: the facts, or why the model could not be verified."""
 
 _NO_MODULE = nn.Module()
-"""In the place of modules, in facts that keep no model alive."""
+"""Placeholder for modules in cached facts, which must not keep a model alive."""
 
 _NO_ATTENTION = (
     "it has no attention module that goes through transformers' attention interface with a Cache; "
@@ -48,18 +48,18 @@ _NO_ATTENTION = (
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """All attention modules of `model` that presses work on, in the order of their layers.
+    """All attention modules of `model` that presses can prune, in the order of their layers.
 
-    The first time for a model of its kind it is run over a few tokens.
+    The first call for a kind of model runs it over a few tokens.
 
     Raises:
-        UnsupportedModelError: if there are none, or if the model could not be asked.
+        UnsupportedModelError: if there are none, or if the model could not be verified.
     """
     return verified(model)[0]
 
 
 def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
-    """The same, and the modules beside them that need help once those are pruned."""
+    """The same, and the unpruned attention modules that need help when the others are pruned."""
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with watching.one_at_a_time:
         if key not in known:
@@ -94,9 +94,10 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
 def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystander]:
     rotaries: dict[int | None, Any] = {site.layer_idx: site.rotary for site in pruned}
     sliding = [facts.site.layer_idx for facts in found if facts.window]
-    slides_after = min(sliding, default=0) > pruned[0].layer_idx  # else a layer says so in time
+    # Otherwise the first layer slides, is not pruned, and sizes the masks of a plain cache.
+    slides_after = min(sliding, default=0) > pruned[0].layer_idx
     return [
-        # Who reads the keys of another layer rotates its queries as that one does.
+        # A module that reads another layer's keys rotates its queries as that layer does.
         Bystander(replace(facts.site, rotary=rotaries.get(facts.owner)), facts.owner, facts.window)
         for facts in found
         if facts.owner is not None or (facts.window and slides_after)
@@ -104,9 +105,9 @@ def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystand
 
 
 def _kind_of(model: Any) -> str:
-    """What two models of one class have in common that need not be probed apart."""
+    """A key that is equal for models of one class that share the facts."""
     config = getattr(model, "config", None)
-    told = "" if config is None else config.to_json_string(use_diff=False)
+    described = "" if config is None else config.to_json_string(use_diff=False)
     of_modules = []
     for name, module in watching.layers_of(model):
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
@@ -114,11 +115,11 @@ def _kind_of(model: Any) -> str:
         options = {n: x for n, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
         options.pop("training", None)
         of_modules.append(f"{name}:{type(module)}:{implementation}:{children}:{options}")
-    return "\n".join((told, *of_modules))
+    return "\n".join((described, *of_modules))
 
 
 def _probe(model: nn.Module) -> list[Facts] | str:
-    """The facts about each attention module; or why nothing is known."""
+    """The facts about each attention module, or why they could not be found."""
     if not watching.layers_of(model):
         return _NO_ATTENTION
     step = "it does not run over a few tokens alone"
@@ -129,7 +130,7 @@ def _probe(model: nn.Module) -> list[Facts] | str:
             attending = [s for s in watch.seen if s.cache_name and s.interface]
             if not attending:
                 return _NO_ATTENTION
-            facts = {seen.name: judged(seen, watch) for seen in attending}
+            facts = {seen.name: facts_of(seen, watch) for seen in attending}
             facts = with_eviction_tried(model, module, cache, facts)
             return [known.of(lambda _: _NO_MODULE) for known in facts.values()]
     except Exception as error:
@@ -137,7 +138,11 @@ def _probe(model: nn.Module) -> list[Facts] | str:
 
 
 def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
-    """What was run: the model, or its decoder where that wants more than text; what was seen."""
+    """Run the model, or its decoder if the model needs more than text.
+
+    Returns:
+        The module that ran, what was observed, and the cache, or None.
+    """
     decoder = decoder_of(model, [name for name, _ in watching.layers_of(model)])
     for module in (model, decoder):
         try:
@@ -151,7 +156,7 @@ def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
 
 
 def run_aside(model: nn.Module) -> Any:
-    """Run the decoder over a few tokens as if nothing had happened; no press takes part in it."""
+    """Run the decoder over a few tokens without side effects; no press takes part."""
     decoder = decoder_of(model, [site.name for site in attention_sites(model)])
     with watching.as_if_nothing_happened(model):
         return watching.run(model, decoder)
@@ -163,12 +168,13 @@ EVICTED = 3
 def with_eviction_tried(
     model: nn.Module, module: nn.Module, cache: Any, facts: dict[str, Facts]
 ) -> dict[str, Facts]:
-    """`facts`, with what depends on the place of a key in the cache refused.
+    """`facts`, in which modules that depend on a key's index in the cache refuse evictions.
 
-    One token is taken out of the cache, and masked in another: attention has to be the same.
+    One token is evicted from a copy of the cache and masked in another copy; the outputs of the
+    attention modules must be equal.
 
     Args:
-        module: of `model`, that has been run over a few tokens and left `cache`.
+        module: the part of `model` that was run over a few tokens and filled `cache`.
     """
     pruned = [found.site for found in facts.values() if not found.exemption]
     if not pruned or cache is None:
@@ -179,7 +185,7 @@ def with_eviction_tried(
     for name, found in facts.items():
         on = _goes_on(found.site.rotary, masked[name].embeddings)
         facts = {**facts, name: replace(found, goes_on=on)}
-    if len(hidden_from) < len(readers):  # somebody calls modules past their hooks
+    if len(hidden_from) < len(readers):  # some modules are called without running their hooks
         return facts
     try:
         evicted = _again(model, module, _evicting_a_token(cache, indices))[0]
@@ -187,21 +193,21 @@ def with_eviction_tried(
         evicted = {}
     for site in pruned:
         expected = masked[site.name].output
-        found_then = evicted[site.name].output if evicted else None
+        output = evicted[site.name].output if evicted else None
         assert expected is not None
         tolerance = 4 * torch.finfo(expected.dtype).eps ** 0.5
-        if found_then is None or not close(found_then, expected, tolerance):
+        if output is None or not close(output, expected, tolerance):
             why = (
                 f"the attention of {site.name} changes with the number of keys that were evicted "
-                "before those which it sees, as where it goes by a key's place in the cache in "
-                "place of its position"
+                "before those which it sees, as if it used a key's index in the cache instead of "
+                "its position"
             )
             facts = {**facts, site.name: facts[site.name].refused(why, "tokens")}
     return facts
 
 
 def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
-    """Whether a token behind the cache has the position after the last one there."""
+    """Whether a token after the cache gets the position that follows the cached ones."""
     if rotary is None or rotary.embedding is None:
         return True
     found = embeddings[0]
@@ -210,14 +216,14 @@ def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
 
 
 def _evicting_a_token(cache: Any, indices: set[int]) -> Any:
-    """A copy of `cache` in which some layers have lost one token."""
+    """A copy of `cache` in which the layers `indices` have lost one token."""
     cache = copy.deepcopy(cache)
     own = own_cache(cache)
     for index in indices:
-        former = known(own, index)
-        keys, values = former.states()
+        whole = known(own, index)
+        keys, values = whole.states()
         left = [slot for slot in range(keys.shape[2]) if slot != EVICTED]
-        layer = former.holding(keys[:, :, left], values[:, :, left])
+        layer = whole.holding(keys[:, :, left], values[:, :, left])
         positions = torch.tensor(left, dtype=torch.int32).expand(*keys.shape[:2], -1)
         layer.kept = Kept(positions, len(left), len(left) + 1)
         own.layers[index] = layer
@@ -227,11 +233,15 @@ def _evicting_a_token(cache: Any, indices: set[int]) -> Any:
 def _again(
     model: nn.Module, module: nn.Module, cache: Any, sites: Sequence[AttentionSite] = ()
 ) -> tuple[dict[str, watching.Seen], list[str]]:
-    """What is seen when `module` reads `cache`, and from which of `sites` one token was hidden."""
+    """Run `module` with `cache`, with one token masked at `sites`.
+
+    Returns:
+        What was observed, by module name; and the names of the sites where the mask was applied.
+    """
     hidden_from: list[str] = []
 
     def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not current.is_apart:  # another thread's forward
+        if not current.is_apart:  # a forward of another thread
             return None
         given = _masking_a_token(site, Arguments(args, kwargs, site.signature.parameters))
         hidden_from.append(site.name)

@@ -1,4 +1,4 @@
-"""What was seen of an attention module, compared with what presses take for granted."""
+"""Facts about an attention module: which assumptions of presses hold for what was observed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from press_core.probe.watching import Attended, Seen, Watch
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out about one attention module; it holds of every model of its kind.
+    """What was found about one attention module; valid for every model of the same kind.
 
     Attributes:
-        site: the module, as presses are to see it.
-        exemption: why presses leave its cache alone; empty: they do not.
+        site: the module as presses see it.
+        exemption: why presses do not prune its cache layer; empty: they can.
         owner, window: see `Bystander`.
-        maker: name of the module that makes its cosines and sines; None: not known.
-        goes_on: whether the model gives new tokens the positions after those in its cache.
+        maker: name of the module that computes its cosines and sines; None: unknown.
+        goes_on: whether new tokens get the positions after those in the cache.
     """
 
     site: AttentionSite
@@ -38,12 +38,12 @@ class Facts:
     goes_on: bool = True
 
     def refused(self, why: str, *needs: str) -> Facts:
-        """The same where `needs` are not met, in which case `why` says more."""
+        """The same with `needs` marked as not met, for the reason `why`."""
         refusals = {**self.site.refusals, **dict.fromkeys(needs, why)}
         return replace(self, site=replace(self.site, refusals=refusals))
 
     def of(self, find: Callable[[str], nn.Module]) -> Facts:
-        """The same of another model, whose modules `find` gives by name."""
+        """The same for another model of this kind; `find` returns its modules by name."""
         rotary = self.site.rotary
         if rotary is not None and self.maker is not None:
             rotary = replace(rotary, embedding=find(self.maker))
@@ -51,11 +51,12 @@ class Facts:
         return replace(self, site=site)
 
 
-def judged(seen: Seen, watch: Watch) -> Facts:
-    """What is known of one module.
+def facts_of(seen: Seen, watch: Watch) -> Facts:
+    """The facts about one module.
 
     Args:
-        watch: what was seen of all modules.
+        seen: what was observed of it.
+        watch: what was observed of all modules.
     """
     name, cache = f"{type(seen.module).__name__} ({seen.name})", seen.cache
     site = _site(seen, watch.model)
@@ -90,7 +91,7 @@ def judged(seen: Seen, watch: Watch) -> Facts:
 
 
 def _site(seen: Seen, model: nn.Module) -> AttentionSite:
-    """Heads, widths and how its forward is called; no heads where no attention was seen."""
+    """The site with its sizes and signature; sizes are 0 if no attention call was observed."""
     sizes, softmax, hands_on, ranks = (0, 0, 0), Softmax(1.0), False, HeadGroup()
     if seen.attended:
         call = seen.attended[0]
@@ -99,7 +100,7 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
         group = ranks_of(model)
         of_ranks = group.gather(keys).chunk(group.size, dim=1)
         shared = any(not torch.equal(of_ranks[0], x) for x in of_ranks[1:])
-        ranks = group if shared else HeadGroup()  # each of them may hold all heads
+        ranks = group if shared else HeadGroup()  # equal keys: every rank holds all heads
         sizes = call.query.shape[1] * ranks.size, keys.shape[1] * ranks.size, call.query.shape[-1]
         softcap = call.options.get("softcap")
         softmax = Softmax(call.scaling, None if softcap is None else float(softcap))
@@ -112,7 +113,7 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
 
 
 def _owner(seen: Seen, cache: Any) -> int | None:
-    """The layer of `cache` whose keys a module attended over, if it has none of its own."""
+    """Index of the layer of `cache` whose keys the module attended over; None: no layer."""
     for index, layer in enumerate(cache.layers if seen.attended else ()):
         keys = getattr(layer, "keys", None)
         if isinstance(keys, Tensor) and torch.equal(keys, seen.attended[0].key):
@@ -121,7 +122,7 @@ def _owner(seen: Seen, cache: Any) -> int | None:
 
 
 def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -> Facts:
-    """`facts` with the needs that are not met, the rotation and where queries are found."""
+    """`facts` with unmet needs, head order, rotation and query source."""
     call, keys = seen.attended[0], layer.keys
     order = order_of_heads(call, keys, layer.values)
     facts = replace(facts, site=replace(facts.site, head_order=order))
@@ -154,15 +155,15 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
 
 
 def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
-    """`facts` with what rotates, and where a hook finds the query."""
+    """`facts` with the rotation, and with the query source for hooks."""
     rotary, why = rotation_of(seen, watch)
     facts = facts.refused(f"{name} {why}", "rope") if why else facts
     embedding = None if rotary is None else rotary.embedding
     names = {module: name for name, module in watch.model.named_modules()}
     site = replace(facts.site, rotary=rotary)
-    place = next(_query_sources(seen, site), None)
-    facts = replace(facts, site=replace(site, query_source=place), maker=names.get(embedding))
-    if place is not None:
+    source = next(_query_sources(seen, site), None)
+    facts = replace(facts, site=replace(site, query_source=source), maker=names.get(embedding))
+    if source is not None:
         return facts
     why = (
         f"a hook cannot tell where {name} computes its query: no output of "
@@ -173,7 +174,7 @@ def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
 
 
 def order_of_heads(call: Attended, keys: Tensor, values: Tensor) -> tuple[int, ...] | None:
-    """The KV head of each query head, or None if they are not paired one by one."""
+    """The KV head of each query head; None if attention does not use cached heads one by one."""
     given = []
     for key, value in zip(call.key.unbind(1), call.value.unbind(1), strict=True):
         cached = zip(keys.unbind(1), values.unbind(1), strict=True)
@@ -186,37 +187,37 @@ def order_of_heads(call: Attended, keys: Tensor, values: Tensor) -> tuple[int, .
 
 
 def _query_sources(seen: Seen, site: AttentionSite) -> Iterator[QuerySource]:
-    """Where a hook finds the query that attention receives, the latest first."""
+    """Submodule outputs that hold the query which attention receives, the latest first."""
     query, rotary = seen.attended[0].query, site.rotary
     n_heads, scale = query.shape[1], getattr(seen.module, "scaling", None)
     factors = dict.fromkeys((1.0, scale)) if isinstance(scale, float) else (1.0,)
     outputs = reversed(seen.outputs.items())
     blocks = dict.fromkeys((1, n_heads, site.num_kv_heads // site.ranks.size, 0))
     for (child, output), n_blocks, factor in product(outputs, blocks, factors):
-        place = QuerySource(child, n_blocks, factor, is_rotated=True)
+        source = QuerySource(child, n_blocks, factor, is_rotated=True)
         try:
-            found = place.query_in(output, n_heads, site.head_dim)
-        except (RuntimeError, ValueError):  # it is of another shape
+            found = source.query_in(output, n_heads, site.head_dim)
+        except (RuntimeError, ValueError):  # the shape does not fit
             continue
         if torch.equal(found, query):
-            yield place
+            yield source
         if rotary is None or found.shape != query.shape or seen.embeddings is None:
             continue
         if torch.equal(rotary.rotate(found, *seen.embeddings), query):
-            yield replace(place, is_rotated=False)
+            yield replace(source, is_rotated=False)
 
 
 # ---- the rotation --------------------------------------------------------------------------------
 
 
 def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
-    """What is known of the rotation of a module, and why nothing can be rotated by it, if so."""
+    """The rotation of a module (None: unknown), and why presses cannot use it (empty: they can)."""
     given = seen.embeddings
     if given is None:
         takes = any(made.dim() == 3 for _, made, _ in watch.makers)
         if "position_embeddings" in seen.parameters and takes:
             return NoRotation(), ""  # other layers of the model rotate
-        why = "rotates where nobody can see it" if takes else "has none"
+        why = "rotates where the probe cannot see it" if takes else "has none"
         return None, f"{why}; SnapKVPress and KnormPress work on any model"
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
     if not pair or given[0].dim() != 3:
@@ -243,20 +244,20 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
 
 
 def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotary | None:
-    """`rotary` with the module that makes these `cos` and `sin`, and from which position on."""
+    """`rotary` with the module that computes `cos` and `sin`, and its first position; or None."""
     steps = torch.arange(cos.shape[1], device=cos.device)[None]
     like = torch.zeros(1, dtype=cos.dtype, device=cos.device)
     modules = set(watch.model.modules())
     makers = [maker for maker in watch.makers if maker[0] in modules]
-    makers.sort(key=lambda maker: maker[1] is not cos)  # first those that returned it
-    # Those that take three dimensions take one too.
+    makers.sort(key=lambda maker: maker[1] is not cos)  # first the module that returned `cos`
+    # 3-d first: a module that takes 3-d positions also takes plain ones.
     for (module, _, given), in_3d in product(makers, (True, False)):
         made_by = {"embedding": module, "layer_type": given.get("layer_type"), "in_3d": in_3d}
         for start in (0, 1, 2):
             candidate = replace(rotary, first_position=start, **made_by)
             try:
                 made = candidate.embeddings(like, steps + start)
-            except Exception:  # not how this one is called
+            except Exception:  # the module has another signature
                 break
             if close(made[0], cos) and close(made[1], sin):
                 return candidate
@@ -264,7 +265,7 @@ def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotar
 
 
 def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
-    """Whether two tensors are the same but for rounding, or within a share of the largest."""
+    """Whether two tensors are equal within `tolerance` times the largest value; None: rounding."""
     if a.shape != b.shape:
         return False
     tolerance = 8 * torch.finfo(b.dtype).eps if tolerance is None else tolerance

@@ -1,7 +1,7 @@
-"""Running a model as if it had not happened, and what its attention modules are given meanwhile.
+"""Running a model without side effects while recording the inputs of its attention modules.
 
-Nothing is patched or hooked: the thread is watched by `sys.setprofile`, which hears of every call
-of a Python function, and is put back afterwards. No press takes part.
+Nothing is patched or hooked: a `sys.setprofile` function, which is called for every call of a
+Python function in this thread, records them and is removed afterwards. No press takes part.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from press_core.model.rotary import Rotary
 
 @dataclass
 class Attended:
-    """What an attention function received: states `(B, H, q, d)`, and all else by name.
+    """One call of an attention function: states `(B, H, q, d)`, other arguments by name.
 
     Attributes:
-        weights: what it returned of them, `(B, H, q, S)`, or None.
+        weights: the weights that it returned, `(B, H, q, S)`, or None.
     """
 
     query: Tensor
@@ -40,10 +40,10 @@ class Attended:
 
     @property
     def scaling(self) -> float:
-        """The factor on the logits: what it was told, or else what its weights show."""
-        told, usual = self.options.get("scaling"), self.query.shape[-1] ** -0.5
-        if told is not None or not isinstance(self.weights, Tensor):
-            return usual if told is None else float(told)
+        """The factor on the logits: the `scaling` argument, or a fit to the returned weights."""
+        given, usual = self.options.get("scaling"), self.query.shape[-1] ** -0.5
+        if given is not None or not isinstance(self.weights, Tensor):
+            return usual if given is None else float(given)
         keys = self.key.repeat_interleave(self.query.shape[1] // self.key.shape[1], dim=1)
         products = self.query[:, :, -1:].double() @ keys.double().transpose(-1, -2)
         products, weights = products - products.mean(-1, keepdim=True), self.weights[:, :, -1:]
@@ -54,18 +54,18 @@ class Attended:
 
 @dataclass
 class Seen:
-    """What was seen of one module that has a layer in the cache.
+    """What was observed of one module that has a layer in the cache.
 
     Attributes:
-        arguments: of its last forward, by name; those in `**kwargs` too.
+        arguments: of its last forward, by name, including `**kwargs`.
         parameters: names of the parameters of that forward, in order.
-        extra: names of what it received in `**kwargs`; None: it takes none.
-        n_forwards: how often it ran.
-        attended: calls of attention functions on its behalf.
-        interface: the registry that it asked for one.
-        rotations: what the functions may be that it gave its cosines and sines.
-        outputs: by name, what its submodules returned, the latest last.
-        output: what it returned itself.
+        extra: names of the arguments in `**kwargs`; None: the forward has no `**kwargs`.
+        n_forwards: number of forwards.
+        attended: calls of attention functions with this module.
+        interface: the registry that it got an attention function from.
+        rotations: candidates for its rotation: functions that it called with its cosines and sines.
+        outputs: outputs of its submodules by name, the latest last.
+        output: its output.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Seen:
 
     @property
     def cache_name(self) -> str:
-        """Which argument is a cache; empty: none."""
+        """The name of the argument that is a cache; empty: none."""
         kinds = Cache, EncoderDecoderCache
         return next((n for n in self.parameters if isinstance(self.arguments.get(n), kinds)), "")
 
     @property
     def cache(self) -> Any:
-        """The cache that it was given: of two, that of the decoder's own keys; or None."""
+        """Its cache, for an encoder-decoder the decoder's self-attention cache; or None."""
         return own_cache(self.arguments.get(self.cache_name))
 
     @property
@@ -103,24 +103,24 @@ class Seen:
 
     @property
     def embeddings(self) -> Any:
-        """Cosines and sines, as it was given them."""
+        """Its `position_embeddings` argument: cosines and sines, or None."""
         return self.arguments.get("position_embeddings")
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules of `model` that have a layer in the cache, by name."""
+    """The modules of `model` with an integer `layer_idx`, with their names."""
     modules = model.named_modules()
     return [(n, m) for n, m in modules if isinstance(getattr(m, "layer_idx", None), int)]
 
 
 class Watch:
-    """What is seen of the modules of a model that have a `layer_idx`, as a profile function."""
+    """A profile function that records the modules of a model that have a `layer_idx`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen = [Seen(name, module) for name, module in layers_of(model)]
         self.makers: list[tuple[Any, Tensor, dict[str, Any]]] = []
-        """Modules that returned two tensors, the first of them, and what they were given."""
+        """Modules that returned two tensors, with the first tensor and their arguments."""
         self._by_module = {id(seen.module): seen for seen in self.seen}
         self._children = {
             id(child): (seen, name)
@@ -131,7 +131,7 @@ class Watch:
         self._attending: dict[FrameType, Attended] = {}
 
     def again(self, seen: Seen, **changed: Any) -> Attended:
-        """What an attention function is given if its module runs again with other arguments."""
+        """Run a module again with changed arguments; returns its first attention call."""
         with watched(self.model) as watch:
             seen.module(**{**seen.arguments, **changed, seen.cache_name: None})
         return watch._by_module[id(seen.module)].attended[0]
@@ -172,7 +172,7 @@ class Watch:
         first = returned[0] if isinstance(returned, tuple) and returned else returned
         if not isinstance(first, Tensor):
             return
-        if frame.f_code.co_name == "_call_impl":  # what hooks get: ranks have put it together
+        if frame.f_code.co_name == "_call_impl":  # the output that hooks see, gathered over ranks
             if id(module) in self._by_module:
                 self._by_module[id(module)].output = first
             if id(module) in self._children:
@@ -193,9 +193,10 @@ def _note_arguments(seen: Seen, frame: FrameType) -> None:
 
 
 def _rotations(frame: FrameType, cos: Any, sin: Any) -> list[Rotary]:
-    """What the function that `frame` runs may be, if it is given `cos` and `sin`.
+    """Candidate rotations for the function that `frame` runs, if it takes `cos` and `sin`.
 
-    It takes queries and keys at once or one at a time, `(B, H, S, d)` or `(B, S, H, d)`.
+    Such functions take queries and keys together or one at a time, as `(B, H, S, d)` or
+    `(B, S, H, d)`.
     """
     code = frame.f_code
     function = frame.f_globals.get(code.co_name)
@@ -222,7 +223,7 @@ def _rotations(frame: FrameType, cos: Any, sin: Any) -> list[Rotary]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watch]:
-    """What is seen of `model` in this thread until the block ends."""
+    """Record `model` in this thread until the block ends."""
     watch, before = Watch(model), sys.getprofile()
     sys.setprofile(watch)
     try:
@@ -237,34 +238,35 @@ one_at_a_time = threading.RLock()
 
 @contextmanager
 def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward changes: random generators, and what modules note of it.
+    """Restore what a forward changes: random generators and attributes of modules.
 
-    Some rotary modules adapt to what they see, and models with images write down how far positions
-    lag behind tokens. Open scopes take no part in forwards of this thread.
+    Some rotary modules adapt their frequencies to the input, and image models store the offset of
+    positions from token indices (`rope_deltas`). Open scopes take no part in forwards of this
+    thread.
     """
-    noted = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    saved = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
     with one_at_a_time, current.apart(), rng, _eagerly():
-        for module, attributes, _ in noted:
-            if "rope_deltas" in attributes:  # of the image before, by which 5.2 counts on
+        for module, attributes, _ in saved:
+            if "rope_deltas" in attributes:  # from the last image; transformers 5.2 would use it
                 module.rope_deltas = None  # type: ignore[assignment]
         try:
             yield
         finally:
-            for module, attributes, buffers in noted:
+            for module, attributes, buffers in saved:
                 vars(module).update(attributes)
                 module._buffers.update(buffers)
 
 
 def _eagerly() -> Any:
-    """Compiled models run as they were written."""
+    """A context in which compiled models run eagerly."""
     compiles = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 def run(model: Any, module: Any, cache: Any = None) -> Any:
-    """Run `module` of `model` over its first tokens, or over one more behind those of `cache`."""
+    """Run `module` of `model` over `N_TOKENS` tokens, or over one more token after `cache`."""
     config = getattr(module, "config", None) or model.config
     ids = _ordinary_tokens(config).to(device_of(module))
     new = ids if cache is None else ids[:, :1]
@@ -278,7 +280,7 @@ def run(model: Any, module: Any, cache: Any = None) -> Any:
 
 
 def _ordinary_tokens(config: Any) -> Tensor:
-    """`(1, N_TOKENS)` token ids that stand for nothing special."""
+    """`(1, N_TOKENS)` ids of tokens that are not special tokens."""
     text = config.get_text_config()
     special: set[int] = set()
     for part in (config, text):
