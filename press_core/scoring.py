@@ -106,7 +106,7 @@ SCORER_AGAIN = scores_again, f"{SCORER[1]} and can score them again later"
 
 
 def acts_in_prefill_only(press: Press) -> bool:
-    """Whether a press acts around the attention forwards of a prefill, and but at no other layer-wise time."""
+    """Whether a press acts after attention forwards of a prefill, and after no others."""
     return press.phases & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL
 
 
