@@ -1,4 +1,4 @@
-"""What lets presses written for kvpress run unchanged: its methods and their arguments."""
+"""Compatibility with kvpress: presses written for it run unchanged, with its method signatures."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
 CALL = "attention_call"
-"""Keyword argument under which the methods of a press find what the hooks observed."""
+"""Keyword argument that passes the `AttentionCall` to the methods of a press."""
 
 FORWARD = "attention_forward"
-"""Keyword argument under which a `forward_hook` finds which forward of which scope has ended."""
+"""Keyword argument that passes the scope and the `AttentionPass` to a `forward_hook`."""
 
 SUPPORTED_MODELS = (PreTrainedModel,)
-"""For programs that ask `isinstance(model, SUPPORTED_MODELS)`, as of kvpress: any model may be.
+"""For programs that check `isinstance(model, SUPPORTED_MODELS)`, as with kvpress: any model.
 
-Whether a press fits the one at hand is found out when it is opened, and said if it does not.
+Whether a press fits a model is checked when it is opened, which raises if it does not.
 """
 
 
 def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
     """Whether a forward of `q_len` tokens at `cache_position` `(q_len,)` found an empty cache.
 
-    For presses that ask it in a `forward_hook` of their own. `transformers` passes
-    `cache_position` on up to 5.2.
+    For presses that use it in their own `forward_hook`. `transformers` passes `cache_position` to
+    attention modules up to 5.2.
     """
     return bool(cache_position[-1] < q_len)
 
@@ -50,14 +50,14 @@ _NEVER_CALLED = {
     "compute_window_attention": ("SnapKVPress", "override score"),
     "get_query_statistics": ("ExpectedAttentionPress", "override score"),
 }
-"""Methods of kvpress's presses that are functions here: of which press, and what to do instead."""
+"""Methods of kvpress's presses that are not methods here: the press, and what to do instead."""
 
 
-class KvpressWords(Press):
-    """A press whose `compress` and `score` may take the six arguments that kvpress gives them.
+class KvpressCompatible(Press):
+    """A press whose `compress` and `score` may have kvpress's signature, with six arguments.
 
-    Both can be called with them and with an `AttentionCall`, whichever of the two they are written
-    for: so a wrapper in one style finds a press in the other.
+    Both can be called with these or with an `AttentionCall`, whichever signature they have, so that
+    wrappers in one style work with presses in the other.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class KvpressWords(Press):
                 raise PressError(f"{cls.__name__}.{name} would never be called here: {instead}")
         for name, translate in (("compress", _compressed), ("score", _scored)):
             method = inspect.getattr_static(cls, name, None)
-            if name in vars(cls):  # and may read whatever it is told
+            if name in vars(cls):  # it may read any of its arguments
                 also_needs(cls, Needs.HIDDEN_STATES)
             if method is None or hasattr(method, "takes_both"):
                 continue
@@ -75,7 +75,7 @@ class KvpressWords(Press):
 
     @property
     def observed_phases(self) -> Phase:
-        if type(self).forward_hook is KvpressWords.forward_hook:
+        if type(self).forward_hook is KvpressCompatible.forward_hook:
             return self.phases
         return self.phases | Phase.PREFILL | Phase.DECODING
 
@@ -84,30 +84,30 @@ class KvpressWords(Press):
     ) -> Any:
         """Called after each forward of an attention module; prunes the layer that it has filled.
 
-        A press may hand on to the `forward_hook` of others, which then prune one after the other.
+        A press may call the `forward_hook` of other presses, which then prune in that order.
         """
         if FORWARD not in kwargs:
             raise UnsupportedInputError(
-                f"{type(self).__name__}.forward_hook was called by a hook of its own; leave it to "
-                "the scope to install it (call super().__call__, or do not override __call__)"
+                f"{type(self).__name__}.forward_hook was called by the press's own hook; let "
+                "the scope install it (call super().__call__, or do not override __call__)"
             )
         scope, passed = kwargs[FORWARD]
         engine.after_attention(scope, self, passed)
         return output
 
-    def heard(self, scope: ScopeState, passed: AttentionPass) -> Any:
-        """A hook was told of an attention forward."""
-        if type(self).forward_hook is KvpressWords.forward_hook:
+    def after_attention(self, scope: ScopeState, passed: AttentionPass) -> Any:
+        """Called by the hook after an attention forward that the scope acts in."""
+        if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
         kwargs = {**passed.given.kwargs, FORWARD: (scope, passed)}
         return self.forward_hook(view_of(passed.site), passed.given.args, kwargs, passed.output)
 
 
-# ---- the two ways to call a method ---------------------------------------------------------------
+# ---- the two signatures of a method --------------------------------------------------------------
 
 
 def _taking_both(method: Callable[..., Any], translate: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that takes an `AttentionCall`, or six arguments as kvpress has them."""
+    """A method that can be called with an `AttentionCall` or with kvpress's six arguments."""
     parameters = inspect.signature(method).parameters.values()
     takes_call = len(parameters) == 2 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
 
@@ -126,14 +126,14 @@ def _taking_both(method: Callable[..., Any], translate: Callable[..., Any]) -> C
 
 def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
     module, *others = arguments(call)
-    left = method(press, module, *others)
+    kept = method(press, module, *others)
     hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
     if hidden is None:
-        return left
+        return kept
     if press.evicts is not Evicts.PER_HEAD:
         raise PressError(
-            f"{type(press).__name__} sets module.masked_key_indices, to evict other tokens of each "
-            "head, and does not say so: declare `evicts = Evicts.PER_HEAD` in the class"
+            f"{type(press).__name__} sets module.masked_key_indices, which evicts different tokens "
+            "per head, without declaring it: set `evicts = Evicts.PER_HEAD` in the class"
         )
     mask = torch.ones(call.keys.shape[:3], dtype=torch.bool, device=call.keys.device)
     mask[hidden] = False
@@ -141,10 +141,10 @@ def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -
 
 
 def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
-    """With the hidden states of the keys; once per KV head, where these differ."""
+    """Call `score` with the hidden states of the keys; once per KV head, if kept tokens differ."""
     module, states, *others = arguments(call)
     tokens = call.at.tokens
-    if tokens is None or bool((tokens < 0).any()):  # those of earlier tokens are not known
+    if tokens is None or bool((tokens < 0).any()):  # some keys' hidden states are not known
         return method(press, module, states, *others)
 
     def of_keys(tokens: Tensor) -> Any:
@@ -157,7 +157,7 @@ def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> An
 
 
 def arguments(call: AttentionCall) -> tuple[Any, ...]:
-    """What the methods of a press take, for `call`."""
+    """The arguments of kvpress's methods, for `call`."""
     states = call.hidden_states, call.keys, call.values, call.attentions
     return view_of(call.site), *states, {**call.kwargs, CALL: call}
 
@@ -171,23 +171,23 @@ def call_of(
     attentions: Tensor | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> AttentionCall:
-    """What the hooks observed; or, outside of any scope, what a press was given by hand.
+    """The call that the hooks observed; outside of any scope, one made from the arguments.
 
     Raises:
-        UnsupportedInputError: if the press reads what hooks alone observe.
+        UnsupportedInputError: if the press needs what only hooks observe.
     """
-    told: dict[str, Any] = kwargs or {}
+    passed: dict[str, Any] = kwargs or {}
     site: Any = UnknownSite(module)
-    call = told.get(CALL)
+    call = passed.get(CALL)
     if call is None:
         if press.needs & (Needs.QUERIES | Needs.ROPE):
-            observed(told)
+            observed(passed)
         at = Positions(ids=torch.arange(keys.shape[2], device=keys.device)[None])
-        return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=told)
+        return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=passed)
     assert isinstance(call, AttentionCall)
     if keys.shape == call.keys.shape:
         return call.replace(keys=keys, values=values)
-    # Some of the keys, and nobody says which.
+    # These are some of the keys, and it is not known which.
     at = Positions(call.at.embeddings, call.at.ids)
     states: dict[str, Any] = {"hidden_states": hidden_states, "keys": keys, "values": values}
     return call.replace(**states, attentions=None, query=None, memory={}, at=at)
@@ -197,19 +197,19 @@ def queries(kwargs: dict[str, Any], last: int | None = None) -> Tensor:
     """The exact queries after RoPE of the (`last`) tokens, `(B, H, last or S, d)`.
 
     Args:
-        kwargs: the last argument of `score` or `compress`, of a press with `needs = Needs.QUERIES`.
+        kwargs: the last argument of `score` or `compress` of a press with `needs = Needs.QUERIES`.
     """
     return observed(kwargs).queries(last)
 
 
 def observed(kwargs: dict[str, Any]) -> AttentionCall:
-    """What the hooks observed of the forward that a method of a press is called for.
+    """The `AttentionCall` that a method of a press is called for.
 
     Args:
         kwargs: the last argument of `score` or `compress`.
 
     Raises:
-        UnsupportedInputError: if it does not come from an open scope.
+        UnsupportedInputError: if `kwargs` were not passed by an open scope.
     """
     call = kwargs.get(CALL)
     if not isinstance(call, AttentionCall):
@@ -224,13 +224,14 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
 
 
 class AttentionView:
-    """An attention module that has a `rotary_emb`, whoever else holds the module.
+    """A view of an attention module with a `rotary_emb`, which leaves the module unchanged.
 
-    kvpress gives every attention module that attribute and leaves it there. Here a press is handed
-    another object over the same attributes: what is read, set or called is the module's own, and
-    `rotary_emb` is the view's. It is called as `rotary_emb(x, position_ids)` in any model, and
-    gives the cosines and sines that this layer gets. As some adapt to the positions that they see,
-    it is a copy each time. The view also keeps to itself which keys a press of kvpress masks.
+    kvpress sets that attribute on every attention module and leaves it there. Here a press gets
+    another object that shares the module's attributes: reads, writes and calls go to the module,
+    except for `rotary_emb`. That is called as `rotary_emb(x, position_ids)` in any model, and
+    returns the cosines and sines of this layer. It is a new copy each time, as some rotary
+    embeddings adapt to the positions that they get. `masked_key_indices`, which presses of kvpress
+    set, is also stored in the view only.
     """
 
     __slots__ = ("_site", "masked_key_indices")
@@ -257,7 +258,7 @@ def _view_class(kind: type) -> Any:
 def view_of(site: AttentionSite) -> Any:
     """The attention module of `site`, as an `AttentionView`.
 
-    In a forward that is being compiled the module itself: no compiler follows a stand-in.
+    While compiling, the module itself: compilers cannot trace the view.
     """
     if torch.compiler.is_compiling():
         return site.module
@@ -278,7 +279,7 @@ def _rotary_embedding(site: AttentionSite) -> nn.Module:
 
 
 class UnknownSite:
-    """In the place of a site where a press is called by hand, outside of any scope."""
+    """Replaces the site if a press is called by hand, outside of any scope."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, type(module).__name__
@@ -287,6 +288,6 @@ class UnknownSite:
         if name == "layer_idx" and isinstance(getattr(self.module, name, None), int):
             return self.module.layer_idx
         raise UnsupportedInputError(
-            f"a press that was called outside of any scope asks for the {name} of the attention "
+            f"a press that was called outside of any scope reads the {name} of the attention "
             "module; open it on a model, `with press(model): ...`"
         )

@@ -1,4 +1,4 @@
-"""The mechanism: presses installed by PyTorch's own hooks, and nothing else."""
+"""The mechanism: presses installed by PyTorch's own hooks only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from attention_patch.scope import check_interface, serve
-from hooks_impl.kvpress import KvpressWords, observed, queries
+from hooks_impl.kvpress import KvpressCompatible, observed, queries
 from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
@@ -30,11 +30,11 @@ __all__ = ["BasePress", "Collector", "ScorerPress", "observed", "queries"]
 
 
 @dataclass
-class BasePress(KvpressWords, InstalledPress):
-    """A press in hook terms: after an attention module has run, compress what it cached.
+class BasePress(KvpressCompatible, InstalledPress):
+    """A press installed by hooks: after an attention module has run, compress what it cached.
 
-    Its `compress` takes what PyTorch hands a forward hook, as kvpress has it, so that a press
-    written for kvpress runs unchanged:
+    Its `compress` takes the arguments of a PyTorch forward hook in kvpress's signature, so that a
+    press written for kvpress runs unchanged:
 
     ```python
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
@@ -42,7 +42,7 @@ class BasePress(KvpressWords, InstalledPress):
     ```
 
     `module` is the attention module, as an `AttentionView` with its `rotary_emb`; hidden states
-    `(B, q, D)` are its input; keys and values `(B, H_kv, S, d)` lie in the cache; attentions
+    `(B, q, D)` are its input; keys and values `(B, H_kv, S, d)` are stored in the cache; attentions
     `(B, H, q, S)` are what the implementation returns, or None; `kwargs` are the keyword arguments
     of the module's forward. The exact queries, which a hook does not get, are `queries(kwargs)`.
     """
@@ -52,7 +52,7 @@ class BasePress(KvpressWords, InstalledPress):
     # ---- around an attention module, around the decoder ------------------------------------------
 
     def install(self, scope: ScopeState) -> None:
-        """Install on the decoder what hears of forwards; it comes off when `scope` closes."""
+        """Install what is called around the decoder's forward; closing `scope` removes it."""
         scope.warnings.append(partial(_bypassed, scope))
         decoder, enter = scope.decoder, Hook(partial(_enter, scope, names_of(scope.decoder)))
         scope.install(decoder.register_forward_pre_hook(enter, with_kwargs=True))
@@ -60,10 +60,10 @@ class BasePress(KvpressWords, InstalledPress):
         scope.install(decoder.register_forward_hook(leave, prepend=True, always_call=True))
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
-        """Install on the attention modules what acts there; it comes and goes with its use."""
+        """Install what acts on the attention modules; removed while no forward needs it."""
         forget_graphs(scope.sites)
         for site in scope.sites:
-            if self.evicts.needs_attention:  # a hook can choose what heads keep, not attend over it
+            if self.evicts.needs_attention:  # hooks cannot replace the attention function
                 yield from serve(site)
             source = site.query_module if scope.traits.reads_queries else None
             if source is not None:
@@ -75,9 +75,9 @@ class BasePress(KvpressWords, InstalledPress):
             act = LayerHook(partial(_attention, scope, site, source))
             yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
         for other in scope.bystanders:
-            of, signature = other.site.module, other.site.signature
+            module, signature = other.site.module, other.site.signature
             before = LayerHook(partial(_before, entry.before_bystander, other, signature))
-            yield of.register_forward_pre_hook(before, with_kwargs=True)
+            yield module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -90,17 +90,17 @@ class BasePress(KvpressWords, InstalledPress):
         if self.evicts.needs_attention:
             check_interface(site)
         if Needs.QUERIES in self.needs:
-            _ = site.query_module  # raises where a hook cannot tell what the query is
+            _ = site.query_module  # raises if a hook cannot observe the query
 
 
 @dataclass
 class ScorerPress(RatioPress, TokenScorer, BasePress):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens.
 
-    Its `score` takes the arguments of `compress` and returns scores `(B, H_kv, S)`, the higher the
-    better. Where another press has pruned before, `hidden_states` are those of the keys; it is
-    called for each head where these keep different tokens. A class of one's own is taken to score
-    each token by itself; if it compares them, it says so: `independent = False`.
+    Its `score` takes the arguments of `compress` and returns scores `(B, H_kv, S)`, higher is
+    better. After another press has pruned, `hidden_states` are those of the kept keys; `score` is
+    called once per head if heads keep different tokens. A user's class is assumed to score each
+    token independently; declare `independent = False` if a score depends on other tokens.
     """
 
     @property
@@ -132,13 +132,13 @@ def _enter(
 
 
 def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Called after the decoder's forward, without an output if that has failed."""
+    """Called after the decoder's forward; `output` is None if that has failed."""
     entry.leave(scope, output, failed=output is None)
 
 
 def _before(
     prepare: Callable[[Forward, Any, Arguments], Arguments],
-    of: Any,
+    target: Any,
     signature: Signature,
     forward: Forward,
     _: nn.Module,
@@ -148,15 +148,14 @@ def _before(
     """Called before an attention module's forward."""
     if not forward.helps or not kwargs:
         return None
-    given = prepare(forward, of, Arguments(args, kwargs[0], signature.parameters))
+    given = prepare(forward, target, Arguments(args, kwargs[0], signature.parameters))
     return given.args, given.kwargs
 
 
 def _collect(scope: ScopeState, site: AttentionSite, forward: Forward, *call: Any) -> None:
     """Called after the module that computes the query.
 
-    The query has to wait for the hook of the attention module: for this thread, until the forward
-    has ended.
+    The query is stored, per thread, until the hook of the attention module reads it.
     """
     if scope in forward.acting:
         current.query = site, call[-1]
@@ -178,33 +177,33 @@ def _attention(
     given = Arguments(args, kwargs, site.signature.parameters)
     query = None if source is None else _query(site, source)
     press: Any = scope.press
-    return press.heard(scope, AttentionPass(forward, site, given, output, query))
+    return press.after_attention(scope, AttentionPass(forward, site, given, output, query))
 
 
 def _query(site: AttentionSite, source: nn.Module) -> Query:
     """The query `(B, H, q, d)` in what `source` returned.
 
     Raises:
-        ScopeError: if another module makes it than the one with the hook.
+        ScopeError: if the module with the hook no longer computes the query.
     """
-    found, place = current.query, site.query_source
-    assert place is not None
-    is_there = getattr(site.module, place.child, None) is source
+    found, query_source = current.query, site.query_source
+    assert query_source is not None
+    is_there = getattr(site.module, query_source.child, None) is source
     if not found or found[0].module is not site.module or not is_there:
         raise ScopeError(
             f"the module that computes the query of {site.name} was replaced after this scope had "
             "opened (as PEFT does with adapters), and its hook sees another query; open the scope "
             "after such changes, or use the press from patch_impl"
         )
-    return Query(site.grouped(site.query_in(found[1])), place.is_rotated)
+    return Query(site.grouped(site.query_in(found[1])), query_source.is_rotated)
 
 
 def _bypassed(scope: ScopeState) -> str | None:
-    """A warning about attention modules that the hooks never saw run, though others did."""
+    """A warning if some attention modules ran without their hooks being called."""
     if not scope.tally.missed:
         return None
     return (
         f", layers {sorted(scope.tally.missed)}: nothing was pruned there, as their attention ran "
-        "without this press being told; a module that calls `attention.forward(...)` in place of "
-        "`attention(...)` goes past its hooks: use the press of the same name from patch_impl"
+        "without calling its hooks; a module that calls `attention.forward(...)` instead of "
+        "`attention(...)` bypasses them: use the press of the same name from patch_impl"
     )

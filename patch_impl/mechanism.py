@@ -29,10 +29,10 @@ from press_core.traits import Needs
 
 @dataclass
 class BasePress(InstalledPress):
-    """A press in patch terms: around the call of an attention module, compress what it cached.
+    """A press installed by patches: after an attention module has run, compress what it cached.
 
-    Its `compress` takes one `AttentionCall`, the arguments and results of the call in progress and
-    the exact queries among them, and returns an `Eviction`, or keys and values `(B, H_kv, n, d)`.
+    Its `compress` takes one `AttentionCall`, with the arguments and results of the module's forward
+    and the exact queries, and returns an `Eviction`, or keys and values `(B, H_kv, n, d)`.
     """
 
     mechanism = "patches"
@@ -44,22 +44,22 @@ class BasePress(InstalledPress):
                 continue
             if len(inspect.signature(vars(cls)[name]).parameters) != 2:
                 raise PressError(
-                    f"{cls.__name__}.{name} takes other arguments than presses of patch_impl do: "
-                    f"def {name}(self, call), with one AttentionCall; call.keys, call.values, "
-                    "call.hidden_states and call.queries() are in there"
+                    f"{cls.__name__}.{name} has the wrong signature for a press of patch_impl; use "
+                    f"def {name}(self, call), with one AttentionCall: read call.keys, call.values, "
+                    "call.hidden_states and call.queries()"
                 )
             also_needs(cls, Needs.HIDDEN_STATES)
 
     # ---- around an attention module, around the decoder ------------------------------------------
 
     def install(self, scope: ScopeState) -> None:
-        """Install on the decoder what hears of forwards; it comes off when `scope` closes."""
+        """Install what is called around the decoder's forward; closing `scope` removes it."""
         scope.warnings.append(partial(_lost, scope))
         around = partial(around_decoder, scope, names_of(scope.decoder))
         scope.install(wrap(scope.decoder, "forward", around))
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
-        """Install on the attention modules what acts there; it comes and goes with its use."""
+        """Install what acts on the attention modules; removed while no forward needs it."""
         for site in scope.sites:
             if self.evicts.needs_attention:
                 yield from serve(site)
@@ -67,12 +67,11 @@ class BasePress(InstalledPress):
                 yield intercept(site.signature.interface)
             if is_covered(site.module, "forward"):
                 raise ScopeError(
-                    f"somebody has wrapped the forward of {site.name} since another scope was "
+                    f"another library wrapped the forward of {site.name} after an outer scope was "
                     "opened there, so that this press could not act before that one; open this "
                     "scope first, or close the other"
                 )
-            # The latest layer of a patch is the innermost, so of several scopes the inner acts
-            # first.
+            # The last wrapper is the innermost one, so of several scopes the inner one acts first.
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
             yield wrap(other.site.module, "forward", partial(_beside, other))
@@ -96,8 +95,8 @@ class BasePress(InstalledPress):
         if Needs.QUERIES in self.needs and not site.signature.hands_on:
             raise UnsupportedModelError(
                 f"{type(site.module).__name__} ({site.name}) does not call a function of the "
-                "attention registry with its keyword arguments, so that no patch sees its queries; "
-                "use the press of the same name from hooks_impl"
+                "attention registry with its keyword arguments, so that a patch cannot see its "
+                "queries; use the press of the same name from hooks_impl"
             )
 
 
@@ -105,9 +104,9 @@ class BasePress(InstalledPress):
 class ScorerPress(RatioPress, TokenScorer, BasePress):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens.
 
-    Its `score` takes one `AttentionCall` and returns scores `(B, H_kv, S)`, the higher the better.
-    A class of one's own is taken to score each token by itself; if it compares them, it says so:
-    `independent = False`.
+    Its `score` takes one `AttentionCall` and returns scores `(B, H_kv, S)`, higher is better. A
+    user's class is assumed to score each token independently; declare `independent = False` if a
+    score depends on other tokens.
     """
 
     @property
@@ -133,7 +132,7 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Called in place of an attention module's forward; prunes the layer that it has filled."""
+    """Called instead of an attention module's forward; prunes the layer that it has filled."""
     forward = current.forward
     if forward is None:
         return call_next(*args, **kwargs)
@@ -166,16 +165,15 @@ def _beside(other: Bystander, call_next: Callable[..., Any], *args: Any, **kwarg
 
 
 def _lost(scope: ScopeState) -> str | None:
-    """A warning about patches that are gone."""
+    """A warning if another library replaced the patched forwards."""
     patches: list[Any] = scope.on_layers.by_scope.get(scope, [])
     known = scope.tally.missed or scope.tally.has_lost
     if not known and not any(patch.is_lost for patch in patches):
         return None
     return (
-        ": somebody has put back what this scope had patched (as accelerate's "
+        ": another library put back what this scope had patched (as accelerate's "
         "remove_hook_from_module does with a forward that it had replaced before), and nothing was "
-        "pruned there since; take such changes off before the scope opens, or make them inside of "
-        "it"
+        "pruned there since; undo such changes before the scope opens, or make them inside of it"
     )
 
 

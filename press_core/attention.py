@@ -1,7 +1,7 @@
 """Attention weights for scoring, grouped by KV head so that no key is repeated.
 
-Weights are those of the model: its scaling, soft-capping and learned sinks take part, and tokens of
-an image see later ones where they do in the model.
+The weights equal the model's: with its scaling, soft-capping and learned attention sinks, and with
+bidirectional attention within an image if the model has that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
 
     Returns:
         `(B, H_kv, G, window, S)`, float32 (float64 for float64 states); every row sums to one
-        (less what a learned sink takes).
+        (to less with a learned sink).
     """
     queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
     bidirectional, scratch = call.bidirectional_of(queries.shape[3]), Scratch(upcast(call.keys[:0]))
@@ -35,9 +35,10 @@ class Tile(NamedTuple):
     """Attention weights of some KV heads and some queries.
 
     Attributes:
-        heads, rows: which KV heads, and which queries.
+        heads: which KV heads.
+        rows: which queries.
         weights: `(B, heads, G, rows, end)`, float32 (float64 for float64 states); keys from `end`
-            on are visible to none of the queries. The next tile is written over them.
+            on are visible to none of the queries. The next tile overwrites them.
     """
 
     heads: slice
@@ -48,10 +49,10 @@ class Tile(NamedTuple):
 def attention_tiles(
     site: AttentionSite, queries: Tensor, keys: Tensor, bidirectional: Tensor | None = None
 ) -> Iterator[Tile]:
-    """Causal attention of the last queries over all keys, part by part: O(S) memory.
+    """Causal attention of the last queries over all keys, tile by tile: O(S) memory.
 
     Args:
-        queries: `(B, H, q, d)`, of the last `q` tokens that `keys` make up.
+        queries: `(B, H, q, d)`, of the last `q` of the `S` tokens.
         keys: `(B, H_kv, S, d)`.
         bidirectional: `(B, 1 or H_kv, q, q)` bool, which later tokens each query sees
             (bidirectional attention within an image, which is never split); None: none.
@@ -71,15 +72,15 @@ def attention_tiles(
         while row < n_queries:
             rows = slice(row, _closed(of_heads, min(row + n_rows, n_queries)))
             visible = keys[:, heads, : length - n_queries + rows.stop]
-            among = None if of_heads is None else of_heads[:, :, rows, rows]
-            asked = grouped[:, heads, :, rows]
-            weights = causal_weights(site, asked, visible, scratch, heads, among)
+            of_tile = None if of_heads is None else of_heads[:, :, rows, rows]
+            tile = grouped[:, heads, :, rows]
+            weights = causal_weights(site, tile, visible, scratch, heads, of_tile)
             yield Tile(heads, rows, weights)
             row = rows.stop
 
 
 def _closed(bidirectional: Tensor | None, stop: int) -> int:
-    """The first place from `stop` on such that no token before it sees one behind it."""
+    """The smallest index from `stop` on such that no query before it sees a key at or after it."""
     while bidirectional is not None:
         columns = bidirectional[:, :, :stop].flatten(0, 2).any(dim=0).nonzero()
         reach = int(columns.max()) + 1 if len(columns) else 0
@@ -91,12 +92,12 @@ def _closed(bidirectional: Tensor | None, stop: int) -> int:
 
 @torch.no_grad()
 def received_attention(call: AttentionCall) -> Tensor:
-    """Attention that each key receives from the (known) queries of this forward.
+    """Attention that each key receives from the known queries of this forward.
 
-    From the weights that the layer returned, where it did.
+    Computed from the weights that the layer returned, if it did.
 
     Returns:
-        `(B, H_kv, S)`, float32; mean over the group, summed over the queries.
+        `(B, H_kv, S)`, float32; mean over the GQA group, summed over the queries.
     """
     if call.attentions is None:
         queries = call.queries()
@@ -106,18 +107,18 @@ def received_attention(call: AttentionCall) -> Tensor:
     for rows in call.attentions.unflatten(1, (received.shape[1], -1)).split(64, dim=3):
         end += rows.shape[3]
         visible = end if call.at.bidirectional is None else call.length
-        # Not both sums at once, which takes twenty times as long.
+        # Summing over both dimensions at once takes twenty times as long.
         received[..., :visible] += upcast(rows[..., :visible]).sum(dim=3).sum(dim=2)
     return received.div_(call.attentions.shape[1] // received.shape[1])
 
 
 @torch.no_grad()
 def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Attention that each key receives from the last queries, mean over these and over the group.
+    """Mean attention that each key receives from the last queries, over queries and GQA group.
 
     Args:
         queries: `(B, H, q, d)`.
-        factors: `(q,)`, by which to multiply the attention of each query.
+        factors: `(q,)`, factors for the attention of each query.
 
     Returns:
         `(B, H_kv, S)`, float32.
@@ -140,12 +141,12 @@ def causal_weights(
     heads: slice = slice(None),
     bidirectional: Tensor | None = None,
 ) -> Tensor:
-    """Weights of queries that are the last of the sequence which `keys` make up.
+    """Causal attention weights of the queries of the last of `S` tokens.
 
     Args:
         queries: `(B, heads, G, rows, d)`.
         keys: `(B, heads, S, d)`.
-        scratch: where the weights are computed.
+        scratch: memory for the weights.
         heads: which of the module's KV heads these are.
         bidirectional: `(B, 1 or heads, rows, rows)` bool, which later tokens each
             query sees; None: none.
@@ -166,7 +167,7 @@ def causal_weights(
     hidden = future if bidirectional is None else future & ~bidirectional.unsqueeze(2)
     logits[..., length - n_rows :].masked_fill_(hidden, float("-inf"))
     if site.sinks is None:
-        return torch.softmax(logits, dim=-1, out=logits)  # a second tensor would double the time
+        return torch.softmax(logits, dim=-1, out=logits)  # allocating another doubles the time
     sinks = site.sinks.to(logits).view(1, site.num_kv_heads, -1, 1, 1)[:, heads]
     sinks = sinks.expand(len(logits), -1, -1, n_rows, 1)
     return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]

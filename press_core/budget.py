@@ -1,4 +1,4 @@
-"""How many tokens stay."""
+"""Budgets: how many tokens to keep."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from press_core.errors import HyperparameterError
 
 @dataclass(frozen=True)
 class Tokens:
-    """A number of tokens to keep, where otherwise a share to evict is said.
+    """A number of tokens to keep, used in place of a compression ratio.
 
-    Contexts of no more tokens are left whole.
+    Contexts no longer than that are not pruned.
 
     Attributes:
         n: tokens that each KV head keeps, on average where heads differ.
-        progress: how far a press goes towards `n`, where others go on from there: of `S` tokens it
-            keeps `S**(1 - progress) * n**progress`.
+        progress: how far this press prunes towards `n`, if further presses prune the rest: of `S`
+            tokens it keeps `S**(1 - progress) * n**progress`.
     """
 
     n: int
@@ -32,36 +32,36 @@ class Tokens:
         return f"Tokens({self.n})" if self.progress == 1 else f"Tokens({self.n}, {self.progress})"
 
     def of(self, length: int) -> int:
-        """How many of `length` tokens are kept."""
+        """Number of tokens kept of `length`."""
         if length <= self.n:
             return length
         return max(self.n, round(length * (self.n / length) ** self.progress))
 
 
 Amount = float | Tokens
-"""A compression ratio in [0, 1), or the number of tokens that are left."""
+"""A compression ratio in [0, 1), or the number of tokens to keep."""
 
 
 def is_amount(value: object) -> bool:
-    """Whether `value` is a compression ratio in its range, or a number of tokens."""
+    """Whether `value` is a compression ratio in [0, 1), or `Tokens`."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     return isinstance(value, Tokens) or (is_number and 0 <= float(value) < 1)  # type: ignore[arg-type]
 
 
 def n_kept(length: int, amount: Amount) -> int:
-    """Number of tokens that each KV head keeps of `length`; never zero."""
+    """Number of tokens that each KV head keeps of `length`; at least one."""
     if isinstance(amount, Tokens):
         return amount.of(length)
     return max(1, int(length * (1 - amount)))
 
 
 def ratio_of(length: int, amount: Amount) -> float:
-    """Share of `length` tokens that `amount` says to evict."""
+    """Share of `length` tokens that `amount` evicts."""
     return 1 - amount.of(length) / length if isinstance(amount, Tokens) else amount
 
 
 def kept_of_chunks(length: int, step: int, amount: Amount) -> list[int]:
-    """Numbers of tokens to keep of each `step` of `length`, where each is pruned by itself."""
+    """Number of tokens to keep of each chunk of `step` tokens, if chunks are pruned separately."""
     starts = range(0, length, step)
     if not isinstance(amount, Tokens):
         return [n_kept(min(step, length - start), amount) for start in starts]
@@ -70,10 +70,10 @@ def kept_of_chunks(length: int, step: int, amount: Amount) -> list[int]:
 
 
 def n_together(lengths: Sequence[int], amount: Amount, n_joining: int = 0) -> int:
-    """How many tokens heads of these `lengths` keep that share a budget.
+    """How many tokens heads of these `lengths` keep in total, if they share a budget.
 
     Args:
-        n_joining: tokens beside them in every head, which have to fit, too.
+        n_joining: additional tokens that each head stores within the budget.
     """
     if isinstance(amount, Tokens):
         return sum(max(0, amount.of(length) - n_joining) for length in lengths)

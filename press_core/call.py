@@ -1,4 +1,4 @@
-"""One forward of one attention module, as a press sees it: an observation that nobody changes."""
+"""One forward of one attention module as a press sees it: an immutable observation."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from press_core.select import gather_each, gather_tokens, upcast
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What an attention module was given and made, for the tokens that a press is to judge.
+    """The inputs and results of an attention module, for the tokens that a press can evict.
 
-    `S` counts the keys to choose from, `q` the tokens whose hidden states and queries are known. In
-    a prefill they are the same tokens; while decoding they are the last `q` of the `S`; where
-    another press has already pruned, `at.tokens` says which are left. What a press decides is not
-    written here: it returns an `Eviction`.
+    `S` is the number of keys to choose from, `q` the number of tokens with known hidden states and
+    queries. In a prefill these are the same tokens; while decoding, the last `q` of the `S`. If
+    another press has already pruned, `at.tokens` gives the tokens that are left. The press's
+    decision is not stored here: it is returned as an `Eviction`.
 
     Attributes:
         site: the attention module.
-        hidden_states: `(B, q, D)`, its input. Where that came in several forwards, and the press
-            has not declared that it reads them, the shape alone: they lie on the meta device.
-        keys, values: `(B, H_kv, S, d)`, as they lie in the cache (keys after RoPE).
-        attentions: `(B, H, q, S)` weights where the attention implementation returns them, or None.
-        query: as the mechanism found it; None if no press asked. Use `queries()`.
-        at: where tokens and keys stand.
-        when: when it happens.
-        budget: number of tokens that each KV head is to keep, where another press sets it.
-        memory: by name `(B, H_kv, S)`, what the press wanted to know of each key, up to date; see
+        hidden_states: `(B, q, D)`, its input. If `q` spans several forwards and the press has not
+            declared that it reads hidden states, a tensor on the meta device (only its shape).
+        keys, values: `(B, H_kv, S, d)`, as stored in the cache (keys after RoPE).
+        attentions: `(B, H, q, S)` weights if the attention implementation returns them, or None.
+        query: as observed by the mechanism; None if no press needs it. Use `queries()`.
+        at: positions of the tokens and keys.
+        when: prefill or decoding, and how far it has progressed.
+        budget: number of tokens that each KV head is to keep, if another press sets it.
+        memory: by name `(B, H_kv, S)`, the values that the press stores per key, up to date; see
             `Press.remember`.
-        carried: by name `(B, ...)`, what an earlier eviction left with the layer; see `Eviction`.
-        kwargs: the keyword arguments of the forward, as the module got them.
-        notes: what the press has noted before the forward of the decoder.
-        scope: what the open scope of the press knows; None: it is called by hand.
+        carried: by name `(B, ...)`, what an earlier eviction stored with the layer; see `Eviction`.
+        kwargs: the keyword arguments of the module's forward.
+        notes: what the press noted before the forward of the decoder.
+        scope: the open scope of the press; None if the press is called by hand.
     """
 
     site: AttentionSite
@@ -66,7 +66,7 @@ class AttentionCall:
 
     @property
     def position_ids(self) -> Tensor | None:
-        """Of the `q` tokens, `(1 or B, q)` int64, or None where the model did not pass them on."""
+        """Of the `q` tokens, `(1 or B, q)` int64, or None if the model did not pass them on."""
         return self.at.ids
 
     @property
@@ -76,17 +76,17 @@ class AttentionCall:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the whole context, of which `S` are there and not yet evicted."""
+        """Tokens of the whole context; pruned chunk by chunk, it may be longer than `S`."""
         if self.when.n_remaining is None:
             return self.length
         return int(self._known_ids()[:, -1:].max()) + 1 + self.when.n_remaining
 
     @property
     def next_position(self) -> Tensor:
-        """Position of the token that comes after this forward, under RoPE, `(1 or B, 1)` int64.
+        """Rotary position of the first token after this forward, `(1 or B, 1)` int64.
 
         Raises:
-            UnsupportedInputError: if that is not known, as where an image comes last.
+            UnsupportedInputError: if it is not known, as when the context ends with an image.
         """
         if self.at.tokens is not None and self.at.rotary is not None:
             return self.at.rotary.flatten(1).amax(dim=1, keepdim=True) + 1
@@ -98,7 +98,7 @@ class AttentionCall:
     def _has_positions_in_3d(self) -> bool:
         """Whether the model gives images positions in three dimensions.
 
-        What it hands on as position ids are then none, or other ones.
+        The position ids that attention modules get are then missing, or different ones.
         """
         return self.site.rotary is not None and self.site.rotary.in_3d
 
@@ -110,23 +110,23 @@ class AttentionCall:
         found = self.site.rotary.find(cos[:, -1:], sin[:, -1:], limit)
         if bool((found < 0).any()):
             raise UnsupportedInputError(
-                f"the position of the last token of {self.site.name} is none of text, as of an "
-                "image or a video, and where the next one goes is not known; let text follow it"
+                f"the last token given to {self.site.name} has no text position, as in an image or "
+                "a video, so that the next position is not known; let text follow it"
             )
         return found[:, None]
 
     # ---- queries and keys ------------------------------------------------------------------------
 
     def queries(self, last: int | None = None) -> Tensor:
-        """The exact queries after RoPE that belong to the (`last`) keys.
+        """The exact queries after RoPE of the tokens of the (`last`) keys.
 
         Returns:
-            `(B, H, last or S, d)`, contiguous, the bits that the attention function received; fewer
-            where only the last `q` are known. Where tokens are already pruned each query head
-            follows its KV head's kept tokens.
+            `(B, H, last or S, d)`, contiguous, bit-identical to what the attention function got;
+            fewer if only the last `q` are known. If tokens are already pruned, each query head
+            has the queries of its KV head's kept tokens.
 
         Raises:
-            UnsupportedInputError: if the press did not declare that it needs them.
+            UnsupportedInputError: if the press did not declare that it needs queries.
         """
         query, rotary = self._collected(), self.site.rotary
         if self.at.tokens is None:
@@ -136,7 +136,7 @@ class AttentionCall:
         tokens = self.at.tokens if last is None else self.at.tokens[..., -last:]
         if self.at.rotary is None or rotary is None:
             return gather_tokens(self._rotated(0), tokens)
-        # Keys that were rerotated meet queries that are rerotated alike.
+        # Keys were rerotated, so queries are rotated to the same positions.
         before_rope = gather_tokens(self._before_rope(), tokens)
         groups = self.site.num_heads // tokens.shape[1]
         positions = self.at.rotary[..., -tokens.shape[-1] :].expand(tokens.shape)
@@ -144,9 +144,9 @@ class AttentionCall:
         return rotary.rotate_to(before_rope, positions).to(query.states.dtype)
 
     def bidirectional_of(self, last: int) -> Tensor | None:
-        """Which later ones each of the `last` tokens sees, `(B, 1 or H_kv, last, last)` bool.
+        """Which later tokens each of the `last` tokens sees, `(B, 1 or H_kv, last, last)` bool.
 
-        None where attention is causal.
+        None if attention is causal.
         """
         if self.at.bidirectional is None:
             return None
@@ -161,11 +161,11 @@ class AttentionCall:
     def queries_before_rope(self) -> Tensor:
         """The queries before RoPE, `(B, H, S, d)`, float32 or better.
 
-        Both mechanisms rotate the queries back, so that their bits agree; a patch never sees the
-        ones before.
+        Both mechanisms undo the rotation, so that their results are bit-identical: a patch never
+        sees queries before RoPE.
 
         Raises:
-            UnsupportedInputError: if the press did not declare that it needs them.
+            UnsupportedInputError: if the press did not declare that it needs queries.
         """
         if self.at.tokens is not None:
             return gather_tokens(self._before_rope(), self.at.tokens)
@@ -197,30 +197,30 @@ class AttentionCall:
         """Rotary position of each key, `(1 or B, 1 or H_kv, S)` int64.
 
         Raises:
-            UnsupportedInputError: if a press pruned before that did not say what it kept, or if
-                positions are in three dimensions.
+            UnsupportedInputError: if the layer was pruned by a press that did not report what it
+                kept, or if positions are in three dimensions.
         """
         if self.at.rotary is not None:
             return self.at.rotary
         if self._has_positions_in_3d:
             raise UnsupportedInputError(
-                f"the keys of {self.site.name} are to be rotated back, and the positions of tokens "
-                "of earlier forwards are not known in a model that gives images positions in three "
-                "dimensions"
+                f"cannot rotate the keys of {self.site.name} back: the model gives images "
+                "positions in three dimensions, and those of earlier forwards are not stored; "
+                "rotate keys in the prefill only"
             )
         positions = self._known_ids().unsqueeze(1)
         if self.at.tokens is not None:
             return positions.expand(*self.at.tokens.shape[:2], -1).gather(-1, self.at.tokens)
         if positions.shape[-1] != self.length:
             raise UnsupportedInputError(
-                f"the keys of {self.site.name} are to be rotated back, and a press that pruned "
-                "before did not say which tokens it kept; let its compress return "
+                f"cannot rotate the keys of {self.site.name} back: a press that pruned before did "
+                "not say which tokens it kept; let its compress return "
                 "Eviction.keep(call, positions)"
             )
         return positions
 
     def keys_before_rope(self) -> Tensor:
-        """The keys before RoPE, `(B, H_kv, S, d)`, float32 or better; as they are without RoPE."""
+        """The keys before RoPE, `(B, H_kv, S, d)`, float32 or better; the keys without RoPE."""
         rotary = self.site.rotary
         if rotary is None or self.at.embeddings is None:
             return upcast(self.keys)
@@ -229,7 +229,7 @@ class AttentionCall:
             return rotary.unrotate_heads(self.keys, *as_given)
         return rotary.rotate_from(self.keys, self.key_positions())
 
-    def lie_at(self, positions: Tensor) -> bool:
+    def keys_are_at(self, positions: Tensor) -> bool:
         """Whether the keys are rotated to `positions` `(B, H_kv, S)`, the same in every head."""
         as_given = self._cos_sin_of_keys()
         if not self._has_positions_in_3d or as_given is None:
@@ -239,9 +239,9 @@ class AttentionCall:
         return all(bool(alike(m[:, None], g).all()) for m, g in zip(made, as_given, strict=True))
 
     def _cos_sin_of_keys(self) -> tuple[Tensor, Tensor] | None:
-        """Of each key, as the model gave them, `(1 or B, 1 or H_kv, S, rotary channels)` each.
+        """The model's cosines and sines per key, `(1 or B, 1 or H_kv, S, rotary channels)` each.
 
-        None where keys are of earlier forwards, or rotated to other positions meanwhile.
+        None if some keys are of earlier forwards, or were rerotated.
         """
         tokens = self.at.tokens
         if self.at.embeddings is None or self.at.rotary is not None:
@@ -254,7 +254,7 @@ class AttentionCall:
         return cos, sin
 
     def align_to_keys(self, per_token: Tensor) -> Tensor:
-        """From something for each of the `q` tokens to the same for each key.
+        """Map values of the `q` tokens to the keys of these tokens.
 
         Args:
             per_token: `(B, H_kv, q)`.
@@ -263,14 +263,14 @@ class AttentionCall:
             `(B, H_kv, S)`.
 
         Raises:
-            UnsupportedInputError: if there are keys of earlier tokens.
+            UnsupportedInputError: if there are keys of other tokens.
         """
         if self.at.tokens is not None:
             return per_token.gather(-1, self.at.tokens)
         if per_token.shape[-1] != self.length:
             raise UnsupportedInputError(
-                f"{self.length} keys are to be judged by the hidden states of their own tokens, "
-                f"and those of {per_token.shape[-1]} tokens are known"
+                f"the press scores {self.length} keys by their tokens' hidden states, but only "
+                f"those of {per_token.shape[-1]} tokens are known; prune in the prefill"
             )
         return per_token
 
@@ -282,34 +282,34 @@ class AttentionCall:
         return first + steps[None]
 
     def prepared(self, press: Any) -> Any:
-        """What `press` has prepared for the model.
+        """What `press.prepare(model)` returned when the scope was opened.
 
         Raises:
             UnsupportedInputError: outside of any scope.
         """
         if self.scope is None:
             raise UnsupportedInputError(
-                f"{type(press).__name__} was called outside of any scope, and what it knows of a "
-                "model is found when it is opened on one, `with press(model): ...`"
+                f"{type(press).__name__} was called outside of any scope, but prepares data of the "
+                "model when it is opened on one; use `with press(model): ...`"
             )
         return self.scope.prepared(press)
 
     def replace(self, **fields: Any) -> AttentionCall:
-        """The same with other `fields`."""
+        """A copy with other `fields`."""
         return copied(self, **fields)
 
     # ---- narrower calls, for presses that wrap presses -------------------------------------------
 
     def with_budget(self, n: int) -> AttentionCall:
-        """The same call, of which each KV head is to keep `n` tokens."""
+        """The same call with a budget of `n` tokens per KV head."""
         return self.replace(budget=n)
 
     def select(self, positions: Tensor) -> AttentionCall:
-        """The call over the keys at `positions` `(B, H_kv, n)` alone; queries follow them."""
+        """The call restricted to the keys at `positions` `(B, H_kv, n)` and their queries."""
         return self.narrowed(positions, *gather_each(positions, self.keys, self.values))
 
     def narrowed(self, positions: Tensor, keys: Tensor, values: Tensor) -> AttentionCall:
-        """The call over `keys` and `values` `(B, H_kv, n, d)`, which lay at `positions`."""
+        """The call over `keys` and `values` `(B, H_kv, n, d)`, taken from `positions`."""
         tokens, rotary = self.at.tokens, self.at.rotary
         older = self.length - self.hidden_states.shape[1]
         if rotary is not None:
@@ -326,7 +326,7 @@ class AttentionCall:
         )
 
     def chunk(self, start: int, stop: int) -> AttentionCall:
-        """The call over the keys from `start` to `stop`, with the queries of their tokens only."""
+        """The call restricted to the keys from `start` to `stop` and their queries."""
         stop = min(stop, self.length)
         keys, values = self.keys[:, :, start:stop], self.values[:, :, start:stop]
         if self.at.tokens is not None:
@@ -336,10 +336,10 @@ class AttentionCall:
         return known._part(None, slice(start, stop))
 
     def of_rows(self, rows: list[int], slots: Tensor | None) -> AttentionCall:
-        """The call as it would have been for some rows of the batch alone, without their padding.
+        """The call restricted to some rows of the batch, without their padding.
 
         Args:
-            rows: of the batch.
+            rows: indices into the batch.
             slots: `(n,)` int64, which of the `S` slots hold tokens in all of these rows; None: all.
         """
         part = self._part(rows, slice(0, self.length) if slots is None else slots)
@@ -347,43 +347,43 @@ class AttentionCall:
         return part.replace(when=replace(self.when, seen=seen, batch_rows=tuple(rows)))
 
     def _part(self, rows: list[int] | None, slots: Tensor | slice) -> AttentionCall:
-        """The call over some slots of some rows; None: of all."""
-        # Where tokens are already pruned they index the forward's tokens, padding and all, and the
-        # weights that the layer returned no longer fit.
+        """The call restricted to some slots of some rows (None: all rows)."""
+        # If tokens are already pruned, `at.tokens` indexes all tokens of the forward, padding
+        # included, so these are not cut; the weights that the layer returned no longer fit.
         older = self.length - self.hidden_states.shape[1]
-        known: Any = None
+        tokens: Any = None
         if self.at.tokens is None and isinstance(slots, slice):
-            known = slice(max(0, slots.start - older), max(0, slots.stop - older))
+            tokens = slice(max(0, slots.start - older), max(0, slots.stop - older))
         elif self.at.tokens is None:
-            known = slots[slots >= older] - older  # type: ignore[index, operator]
+            tokens = slots[slots >= older] - older  # type: ignore[index, operator]
 
-        def of(x: Any, *cuts: tuple[int, Tensor | slice | None]) -> Any:
+        def part(x: Any, *cuts: tuple[int, Tensor | slice | None]) -> Any:
             if x is None:
                 return None
             x = x if rows is None or x.shape[0] == 1 else x[rows]
-            for dim, among in cuts:
-                if isinstance(among, slice):
-                    x = x[(slice(None),) * dim + (among,)]
-                elif among is not None:
-                    x = x.index_select(dim, among)
+            for dim, index in cuts:
+                if isinstance(index, slice):
+                    x = x[(slice(None),) * dim + (index,)]
+                elif index is not None:
+                    x = x.index_select(dim, index)
             return x
 
         cos_sin, query = self.at.embeddings, self.query
         weights = self.attentions if self.at.tokens is None else None
         at = Positions(
-            cos_sin and (of(cos_sin[0], (1, known)), of(cos_sin[1], (1, known))),
-            of(self.at.ids, (1, known)),
-            of(self.at.tokens, (2, slots)),
-            of(self.at.rotary, (2, slots)),
-            of(self.at.bidirectional, (1, known), (2, known)),
+            cos_sin and (part(cos_sin[0], (1, tokens)), part(cos_sin[1], (1, tokens))),
+            part(self.at.ids, (1, tokens)),
+            part(self.at.tokens, (2, slots)),
+            part(self.at.rotary, (2, slots)),
+            part(self.at.bidirectional, (1, tokens), (2, tokens)),
         )
         return self.replace(
-            hidden_states=of(self.hidden_states, (1, known)),
-            keys=of(self.keys, (2, slots)),
-            values=of(self.values, (2, slots)),
-            attentions=of(weights, (2, known), (3, slots)),
-            query=query and Query(of(query.states, (2, known)), query.is_rotated),
+            hidden_states=part(self.hidden_states, (1, tokens)),
+            keys=part(self.keys, (2, slots)),
+            values=part(self.values, (2, slots)),
+            attentions=part(weights, (2, tokens), (3, slots)),
+            query=query and Query(part(query.states, (2, tokens)), query.is_rotated),
             at=at,
-            memory={name: of(x, (2, slots)) for name, x in self.memory.items()},
-            carried={name: of(x) for name, x in self.carried.items()},
+            memory={name: part(x, (2, slots)) for name, x in self.memory.items()},
+            carried={name: part(x) for name, x in self.carried.items()},
         )

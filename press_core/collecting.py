@@ -1,4 +1,4 @@
-"""Showing the calls of a model to a function, by the mechanism of a press."""
+"""A press that passes the calls of a model to a function."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from press_core.traits import Evicts, Needs, Phase
 
 @dataclass
 class Collecting(Press):
-    """Shows the call of every attention module to a function, and evicts nothing.
+    """Passes the call of every attention module to a function, and evicts nothing.
 
     Attributes:
-        see: what to show it to; rows of different padding are shown one after the other, without.
-        reads: what the calls are to hold.
-        phases: which forwards are shown: those that bring a context, or those that come later.
-        thread: whose forwards are shown; None: all.
+        see: the function; it gets a call for each group of equally padded rows, without padding.
+        reads: what the calls have to contain.
+        phases: the forwards to pass on: of prefills, or of decoding.
+        thread: the thread whose forwards to pass on; None: all.
     """
 
     see: Callable[[AttentionCall], Any]

@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 def copied(original: T, **attributes: Any) -> T:
-    """What `copy.copy` gives, with other `attributes`, in a fifth of the time.
+    """A shallow copy with other `attributes`, in a fifth of the time of `copy.copy`.
 
-    Of a dataclass this is `dataclasses.replace`, without another `__post_init__`.
+    For a dataclass the same as `dataclasses.replace`, without calling `__post_init__`.
     """
     copy = object.__new__(type(original))
     vars(copy).update(vars(original), **attributes)

@@ -1,4 +1,4 @@
-"""Around an attention module: observe what it was given and made, let the press decide, store."""
+"""Around an attention module: observe its call, let the press decide, store what it keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from press_core.traits import Evicts, Needs, Phase
 
 
 def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
-    """Prune the layer that an attention module has filled, if it is the press's time to act."""
+    """Prune the layer that an attention module has filled, if the press acts in this phase."""
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
         return
@@ -58,7 +58,7 @@ def store_decisions(
     decisions: Decisions,
     forward: Forward | None = None,
 ) -> None:
-    """Store what is left of a layer, and count it."""
+    """Store what is kept of a layer, and record it in the tally."""
     layer = store(cache, site, decisions, scope.key)
     scope.remembering.add(known(cache, site.layer_idx))
     if layer is None:
@@ -70,11 +70,15 @@ def store_decisions(
 
 
 def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[RowGroup]:
-    """What the press decides about rows whose slots are `occupied` `(B, S)` alike; None: all."""
+    """The press's decisions, one for each group of rows with the same padding.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+    """
     groups = []
     for rows, slots, part in parts_of(call, occupied, press.row_by_row):
-        nobody = slots is not None and not len(slots)  # a row that did not ask in this turn
-        eviction = Eviction.nothing(part) if nobody else running.decided(press, part)
+        is_empty = slots is not None and not len(slots)  # a row without tokens in this turn
+        eviction = Eviction.nothing(part) if is_empty else running.decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
     return groups
 
@@ -87,7 +91,7 @@ Observed = tuple[AttentionCall, Tensor | None]
 
 
 def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed | None:
-    """What a press is to decide about; None: nothing yet."""
+    """The call for a press to decide about; None if it does not decide yet."""
     layer = known(passed.cache, passed.site.layer_idx)
     is_context = passed.forward.is_context
     if not is_context and layer.carried and layer.refusal and press.evicts is Evicts.PER_HEAD:
@@ -96,8 +100,8 @@ def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed 
     if not is_context:
         return _decoding_step(scope, press, passed, layer)
     call: AttentionCall | None = context_call(scope, passed, layer)
-    for way in running.OBSERVED:
-        call = None if call is None else way(scope, passed, call)
+    for handle in running.OBSERVED:
+        call = None if call is None else handle(scope, passed, call)
     if call is None:
         return None
     occupied = passed.occupied(layer)
@@ -108,16 +112,16 @@ def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed 
 
 
 def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:
-    """Refuse a layer that no press can prune again."""
+    """Raise if no press can prune the layer again: its heads differ in length, or in channels."""
     if layer.refusal:
         raise UnsupportedInputError(
-            f"the press of an inner scope has left {site.name} with {layer.refusal}, which no "
-            "press can prune again; open that scope outermost"
+            f"the press of an inner scope left {site.name} with {layer.refusal}, which no press "
+            "can prune again; open that scope outermost"
         )
 
 
 def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> dict[str, Tensor]:
-    """What the press remembers of each slot, brought up to date, `(B, H_kv, S)` by name."""
+    """The updated per-token values of `Press.remember`, for each slot: `(B, H_kv, S)` by name."""
     carried_scores: dict[str, Tensor] = {}
     for rows, slots, part in parts_of(call, occupied, row_by_row=False):
         for name, of_rows in running.remembered(press, part).items():
@@ -132,7 +136,7 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
 
 
 def _new_tokens(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -> Observed:
-    """The tokens of this forward alone, of a layer whose heads differ in length."""
+    """The call over the tokens of this forward only, for a layer whose heads differ in length."""
     n = passed.hidden_states.shape[1]
     keys, values = layer.newest(n)
     when = Moment(decoding=True, seen=tokens_seen(layer, None))
@@ -143,7 +147,7 @@ def _new_tokens(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) ->
 def _decoding_step(
     scope: ScopeState, press: Press, passed: AttentionPass, layer: PrunedLayer
 ) -> Observed | None:
-    """What is known of the last tokens while decoding, or None if the press is not due."""
+    """The call over a layer while decoding; None if no pruning is due: states are buffered."""
     running.require_causal(scope, passed)
     traits, progress = scope.traits, passed.forward.progress[scope]
     due = press.is_due(progress.n_steps, passed.hidden_states.shape[1])
@@ -177,7 +181,7 @@ def _decoding_step(
 
 
 def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> None:
-    """Prune a layer before a forward of the decoder, by what it holds alone."""
+    """Prune a layer before a forward of the decoder, by its keys and values only."""
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens

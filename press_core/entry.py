@@ -1,10 +1,10 @@
-"""Where a forward enters the decoder and leaves it: what it is, and which scopes take part.
+"""Before and after a forward of the decoder: classify it and decide which scopes take part.
 
 ```
-taken_part_in(scope, given)  asked in every step: most of them only pass
-begin(scope, forward)        once: context or new tokens, what layers need to be read
-  engine.after_attention       in every attention module of a forward that the scope acts in
-leave(scope, output)         once all scopes have left: what presses do around the decoder
+joined_forward(scope, given)   every forward: most decode steps return here
+begin(scope, forward)          if the scope takes part: prefill or decoding, what layers need
+  engine.after_attention         after each attention module, if the scope acts in this forward
+leave(scope, output)           after the outermost scope: what presses do after the decoder
 ```
 """
 
@@ -42,34 +42,34 @@ from press_core.traits import Phase
 
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
-    """What to do before a forward of the decoder; see `begin`."""
+    """Called before a forward of the decoder; returns the arguments to call it with."""
     forward = joined_forward(scope, given)
     return given if forward is None else begin(scope, forward)
 
 
 def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
-    """The forward that begins, if the scope has to do with it; what only passes is counted.
+    """The forward that begins, if the scope takes part in it; a step without work is only counted.
 
-    It is asked in every step, and so looks at little where there is nothing to see: in most steps
-    that decode behind a context no press acts, and what the forward reads is read as it lies.
+    It runs in every forward, so its common case is cheap: in most decode steps no press acts, and
+    the cache needs no special masks or positions.
     """
     is_compiling = torch.compiler.is_compiling()
-    around, sites, thread = current.forward, scope.sites, scope.traits.thread
-    if around is not None and scope in around.entered:
-        around.fail()  # an interrupt has ended it
-    if current.is_apart or not scope.is_open or not sites:  # another thread has closed it just now
+    outer, sites, thread = current.forward, scope.sites, scope.traits.thread
+    if outer is not None and scope in outer.entered:
+        outer.fail()  # an interrupt has ended it
+    if current.is_apart or not scope.is_open or not sites:  # another thread may have closed it
         return None
     if thread is not None and (is_compiling or thread != threading.get_ident()):
         return None
-    if is_compiling or around is not None or not scope.traits.may_pass:
+    if is_compiling or outer is not None or not scope.traits.may_pass:
         return _joined(scope, given)
     return _unless_it_passes(scope, given, sites[0].layer_idx)
 
 
 def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forward | None:
-    """The forward, unless it decodes behind a context and asks for nothing of the scope.
+    """The forward, unless it is a decode step that needs nothing from the scope.
 
-    The scope may be closed meanwhile: it does not wait for forwards that pass.
+    The scope may close during such a step: it does not wait for it.
 
     Args:
         first: index of the first layer that the press works on.
@@ -93,19 +93,19 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
 
 
 def begin(scope: ScopeState, forward: Forward) -> Arguments:
-    """Find out what a forward is that the scope takes part in, and what its layers need.
+    """Let a scope take part in a forward: classify it, and find out what its layers need.
 
     Returns:
-        The arguments that the decoder is to get.
+        The arguments to call the decoder with.
 
     Raises:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
-        UnsupportedInputError: if the input is laid out so that the press cannot judge it.
+        UnsupportedInputError: if the layout of the input is not supported.
     """
-    if not torch.compiler.is_compiling():  # which counts nothing
+    if not torch.compiler.is_compiling():  # compiled forwards are not counted
         forward.frame = forward.frame or _lasting_frame()
         scope.running[forward] = threading.get_ident()
-        if not scope.is_open:  # another thread has closed it just now, and may not have waited
+        if not scope.is_open:  # another thread has closed it, maybe without waiting for this one
             scope.running.pop(forward, None)
             return forward.given
         scope.tally.n_forwards += 1
@@ -115,8 +115,8 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
     forward.entered.append(scope)
     if Phase.BEFORE_DECODER in scope.traits.phases:
         forward.given = scope.press.before_decoder(scope, forward)
-    for way in running.ENTERED:
-        way(scope, forward)
+    for handle in running.ENTERED:
+        handle(scope, forward)
     if forward.is_context:
         _begin_context(scope, forward)
     else:
@@ -133,11 +133,11 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
 
 
 def _settle_layers(scope: ScopeState, forward: Forward) -> None:
-    """Have on layers what the forward needs there, and nothing if no scope has to do with it."""
+    """Put hooks or patches on the layers if the forward needs them, else take them off."""
     if _is_idle(forward):
         if current.reading is None:
             leave(scope, None)
-        if not torch.compiler.is_compiling():  # graphs are made with what is there
+        if not torch.compiler.is_compiling():  # compiled graphs contain what is installed
             scope.on_layers.take_off(scope, forward)
     elif not scope.on_layers.are_on:
         _put_on_eagerly(scope.on_layers)
@@ -147,7 +147,7 @@ _put_on_eagerly = torch.compiler.disable(OnLayers.put_on)
 
 
 def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
-    """Whether a forward that is compiled had better not be: it brings a context to be pruned."""
+    """Whether to run a forward eagerly though it is compiled: it brings a context to be pruned."""
     if not may_break():
         return False
     cache, sites = own_cache(given.get("past_key_values")), scope.sites
@@ -156,14 +156,14 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
 
 
 def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
-    """Enter a forward that compiles, which runs as it was written from here to its end."""
+    """Enter a compiled forward, and run it eagerly until it ends."""
     compile_again = compile_nothing()
     try:
         given = enter(scope, given)
     except BaseException:
         compile_again()
         raise
-    if current.forward is None:  # the scope takes no part
+    if current.forward is None:  # the scope does not take part
         compile_again()
     else:
         current.forward.at_end.append(compile_again)
@@ -174,7 +174,7 @@ enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
 
 
 def _waits(scope: ScopeState, cache: Cache, given: Arguments, index: int) -> bool:
-    """Whether a press that counts steps has nothing to do in this one, which is then counted."""
+    """Whether a press that counts decode steps does nothing in this one; it is then counted."""
     if n_tokens(given) != 1:
         return False
     first, memory = _counted(scope, cache, index)
@@ -185,13 +185,13 @@ def _waits(scope: ScopeState, cache: Cache, given: Arguments, index: int) -> boo
 
 
 def _counted(scope: ScopeState, cache: Cache, index: int) -> tuple[PrunedLayer, Memory]:
-    """The first layer that the press works on, and what it remembers with this step."""
+    """The first layer that the press works on, and its memory with this step counted."""
     first = known(cache, index)
     return first, first.memories.get(scope.key, Memory()).after_forward()
 
 
 def _lasting_frame() -> FrameType | None:
-    """The frame of this thread that lasts as long as the forward that enters, if there is one."""
+    """The stack frame of this thread that lives as long as the entering forward, if any."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name not in ("_call_impl", "around_decoder"):
         frame = frame.f_back
@@ -199,7 +199,7 @@ def _lasting_frame() -> FrameType | None:
 
 
 def _joined(scope: ScopeState, given: Arguments) -> Forward:
-    """The forward that an outer scope has entered just now, or a new one."""
+    """The forward that an outer scope has just entered, or a new one."""
     forward = current.forward
     if forward is None or forward.decoder is not scope.decoder:
         return Forward(scope.decoder, given, outer=forward)
@@ -218,11 +218,11 @@ def _is_idle(forward: Forward) -> bool:
 def _begin_context(scope: ScopeState, forward: Forward) -> None:
     cache, press = forward.cache, scope.press
     scope.tally.n_contexts += 1
-    press.validate()  # fields may have changed since it was opened
+    press.validate()  # fields may have changed since the scope opened
     if press.evicts.needs_attention and getattr(cache, "offloading", False):
         raise UnsupportedCacheError(
-            f"{type(press).__name__} leaves a cache that attention reads where it lies; use a "
-            "DynamicCache without offloading"
+            f"{type(press).__name__} leaves a cache that attention reads in place, which an "
+            "offloaded cache does not support; use a DynamicCache without offloading"
         )
     if cache is not None:
         for site in scope.sites:
@@ -233,7 +233,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
 
 
 def _continue(scope: ScopeState, forward: Forward) -> None:
-    """A forward over a filled cache: count it, and find out whether the press has to act."""
+    """Count a forward over a filled cache, and decide whether the press acts in it."""
     traits, cache = scope.traits, forward.cache
     if not isinstance(cache, Cache):
         return
@@ -253,7 +253,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
 
 
 def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer], first: int) -> None:
-    """Note how long a cache is that was filled before the scope has seen a context."""
+    """Record the length of a cache that was filled before the scope saw any context."""
     tally = scope.tally
     if pruned or tally.n_contexts or not scope.traits.phases & AROUND:
         return
@@ -263,10 +263,10 @@ def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer], first:
 
 
 def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
-    """What to do after a forward of the decoder that returned `output`, or failed."""
+    """Called after a forward of the decoder that returned `output`, or failed."""
     forward = current.forward
     if forward is None or scope is not (forward.entered or [None])[0]:
-        return  # it is not the scope's, or outer scopes are still in it
+        return  # the scope does not take part, or an outer one has not left yet
     current.forward, current.reading, current.query = forward.outer, None, None
     try:
         if failed:
@@ -291,14 +291,14 @@ def _note_missed(scope: ScopeState, forward: Forward) -> None:
 
 
 def before_attention(forward: Forward, site: AttentionSite, given: Arguments) -> Arguments:
-    """The arguments that an attention module is to get, in a forward that reads pruned layers."""
+    """The arguments to call an attention module with, in a forward that reads pruned layers."""
     if not forward.helps or forward.cache is None:
         return given
     return helped(forward, site, given, forward.cache.layers[site.layer_idx])
 
 
 def before_bystander(forward: Forward, other: Bystander, given: Arguments) -> Arguments:
-    """The same of a module that presses leave alone, which may read the layer of another."""
+    """The same for a module that presses do not prune, which may read another one's layer."""
     if not forward.helps or other.owner is None:
         return given
     layer = forward.cache.layers[other.owner]  # whose module has run

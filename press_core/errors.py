@@ -13,22 +13,22 @@ class HyperparameterError(PressError, ValueError):
 
 
 class UnsupportedModelError(PressError):
-    """The model has no attention that this press, with this mechanism, can work on."""
+    """The attention of the model is not supported by this press, or by its mechanism."""
 
 
 class UnsupportedCacheError(PressError):
-    """The cache, or what is asked of it, does not go together with pruning."""
+    """The cache, or an operation on it, is not compatible with pruning."""
 
 
 class UnsupportedInputError(PressError):
-    """The input is laid out so that a press cannot judge it (padded on the right, say)."""
+    """The input is not supported by a press (padded on the right, for example)."""
 
 
 class ScopeError(PressError):
-    """A scope is used wrongly: opened twice, or missing where a cache needs one."""
+    """A scope is used wrongly: opened twice, or missing although a cache needs one."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what `error` says, or its type; cut where it quotes at length."""
+    """The first line of an error message, at most 200 characters of it; or the error's type."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return line if len(line) <= 200 else f"{line[:200]} ..."

@@ -1,4 +1,4 @@
-"""What a press decided about one attention call: a value that it returns and nobody changes."""
+"""What a press decided about one attention call: an immutable value that it returns."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from press_core.select import gather_each
 REPORT_POSITIONS = (
     "let its compress return Eviction.keep(call, positions), or write it as a ScorerPress"
 )
-"""What is advised to a press that returns keys and values and no more."""
+"""Advice for a press that returns keys and values without their positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Eviction:
-    """What is left of the keys and values of a call, and what is known of them.
+    """The keys and values that a press keeps of a call, and which ones these are.
 
-    Made by one of the constructors, one for each kind: `nothing`, `keep` (as many tokens of each
-    KV head), `keep_per_head`, `keep_channels`, `late` and `from_states`. `n` counts what is left of
-    the `S` keys. Unpacks into keys and values, as kvpress's `compress` returns them.
+    Made by a constructor for each kind: `nothing`, `keep` (the same number of tokens in each KV
+    head), `keep_per_head`, `keep_channels`, `late` and `from_states`. `n` is the number of kept
+    keys, of `S`. Unpacks into keys and values, as kvpress's `compress` returns them.
 
     Attributes:
-        call: what was observed.
+        call: the call that was decided about.
         keys, values: `(B, H_kv, n, d)`.
-        kept: `(B, H_kv, n)` int64, which of the `S` keys those are; None: the press did not say.
-        rotary_positions: `(B, H_kv, n)` int64, to which positions the keys were rerotated; None:
-            they are rotated as they were.
-        next_position: the position from which later tokens continue, where keys were rerotated.
-        head_mask: `(B, H_kv, n)` bool, which of those each KV head keeps, where heads differ.
-        channels: `(B, H_kv, d')` int64, which channels of the keys are left, where some are not.
+        kept: `(B, H_kv, n)` int64, indices of the kept keys among the `S`; None: not reported.
+        rotary_positions: `(B, H_kv, n)` int64, the positions that the keys were rerotated to; None:
+            keys were not rerotated.
+        next_position: the position of the next new token, if keys were rerotated.
+        head_mask: `(B, H_kv, n)` bool, which of the `n` each KV head keeps, if heads differ.
+        channels: `(B, H_kv, d')` int64, the kept channels of the keys, if some are evicted.
         late_mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
-        carried: by name `(B, H_kv, ...)`, what the press finds again in `call.carried`; of heads
-            that hold different numbers of tokens, something of each of the last `w`.
-        is_whole: whether everything is left as it was.
+        carried: by name `(B, H_kv, ...)`, what the press gets back in `call.carried`; if heads hold
+            different numbers of tokens, a value for each of the last `w` tokens.
+        is_whole: whether nothing is evicted and no key changes.
     """
 
     call: AttentionCall
@@ -58,8 +58,8 @@ class Eviction:
     def __iter__(self) -> Iterator[Tensor]:
         if not (self.head_mask is None and self.channels is None and self.late_mask is None):
             raise UnsupportedInputError(
-                "what is left here differs from head to head, or in the channels of keys, which a "
-                "pair of keys and values does not tell: return the Eviction as it is"
+                "this Eviction keeps different tokens per head or only some channels of keys; keys "
+                "and values alone cannot express that: return the Eviction as it is"
             )
         yield self.keys
         yield self.values
@@ -68,12 +68,12 @@ class Eviction:
 
     @classmethod
     def nothing(cls, call: AttentionCall) -> Eviction:
-        """Everything stays."""
+        """Evict nothing."""
         return replace(cls._all(call), is_whole=True)
 
     @classmethod
     def keep(cls, call: AttentionCall, positions: Tensor) -> Eviction:
-        """The keys and values at `positions` `(B, H_kv, n)`, ascending, stay."""
+        """Keep the keys and values at `positions` `(B, H_kv, n)` int64, ascending."""
         keys, values = gather_each(positions, call.keys, call.values)
         return cls(call, keys, values, positions)
 
@@ -81,28 +81,28 @@ class Eviction:
     def keep_per_head(
         cls, call: AttentionCall, mask: Tensor, carried: Mapping[str, Tensor] | None = None
     ) -> Eviction:
-        """Each KV head keeps its own number of tokens: `mask` `(B, H_kv, S)` bool."""
+        """Keep the tokens in `mask` `(B, H_kv, S)` bool: their number may differ between heads."""
         return replace(cls._all(call), head_mask=mask, carried=carried or {})
 
     @classmethod
     def keep_channels(cls, call: AttentionCall, channels: Tensor) -> Eviction:
-        """Of the keys the `channels` `(B, H_kv, d')` int64 stay, ascending; values are whole."""
+        """Keep `channels` `(B, H_kv, d')` int64, ascending, of the keys, and all of the values."""
         index = channels.unsqueeze(2).expand(-1, -1, call.length, -1)
         return replace(cls._all(call), keys=call.keys.gather(-1, index), channels=channels)
 
     @classmethod
     def late(cls, call: AttentionCall, mask: Tensor, carried: Mapping[str, Tensor]) -> Eviction:
-        """Tokens that came earlier go now.
+        """Evict tokens of earlier forwards.
 
         Args:
             mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
-            carried: by name `(B, H_kv, w)`, of those last ones.
+            carried: by name `(B, H_kv, w)`, values of the last `w` tokens.
         """
         return replace(cls._all(call), late_mask=mask, carried=carried)
 
     @classmethod
     def from_states(cls, call: AttentionCall, keys: Tensor, values: Tensor) -> Eviction:
-        """What a press returned that tells keys and values only, as one for kvpress does."""
+        """Keep `keys` and `values`, from a press that reports no positions, as kvpress's do."""
         whole = keys.shape[2] == call.length
         return cls(call, keys, values, _all_tokens(keys) if whole else None)
 
@@ -112,35 +112,35 @@ class Eviction:
 
     @classmethod
     def of(cls, call: AttentionCall, returned: Any) -> Eviction:
-        """What the `compress` of a press returned about `call`."""
+        """What the `compress` of a press returned for `call`, an Eviction or keys and values."""
         return returned if isinstance(returned, cls) else cls.from_states(call, *returned)
 
-    # ---- what follows from it --------------------------------------------------------------------
+    # ---- derived values --------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
-        """`n`: how many keys are left."""
+        """`n`: number of kept keys."""
         return int(self.keys.shape[2])
 
     @property
     def known_kept(self) -> Tensor:
-        """Which keys are left, `(B, H_kv, n)` int64.
+        """Indices of the kept keys, `(B, H_kv, n)` int64.
 
         Raises:
-            UnsupportedInputError: if the press did not say.
+            UnsupportedInputError: if the press did not report them.
         """
         if self.kept is None:
             raise UnsupportedInputError(
-                "a press pruned without saying which tokens it kept, and that matters to what "
-                f"comes after it; {REPORT_POSITIONS}"
+                "a press pruned without saying which tokens it kept, which this use requires; "
+                f"{REPORT_POSITIONS}"
             )
         return self.kept
 
     def next_call(self) -> AttentionCall:
-        """The call as the next press is to see it.
+        """The call over the kept tokens, for the next press.
 
         Raises:
-            UnsupportedInputError: if the press did not say which keys are left.
+            UnsupportedInputError: if the press did not report which keys it kept.
         """
         if self.is_whole:
             return replace(self.call, budget=None)
@@ -149,41 +149,41 @@ class Eviction:
             return call
         return replace(call, at=replace(call.at, rotary=self.rotary_positions))
 
-    def then(self, later: Eviction) -> Eviction:
-        """Both as one, `later` decided about `next_call()`; its positions count in this call's."""
-        rotary = later.rotary_positions
+    def then(self, second: Eviction) -> Eviction:
+        """This and a `second` eviction, made for `next_call()`, as a single one for this call."""
+        rotary = second.rotary_positions
         if rotary is None and self.rotary_positions is not None:
-            rotary = self.rotary_positions.gather(-1, later.known_kept)
+            rotary = self.rotary_positions.gather(-1, second.known_kept)
         kept = self.kept
         if kept is not None:
-            kept = None if later.kept is None else kept.gather(-1, later.kept)
+            kept = None if second.kept is None else kept.gather(-1, second.kept)
         return replace(
-            later,
+            second,
             call=self.call,
             kept=kept,
             rotary_positions=rotary,
-            next_position=later.next_position or self.next_position,
-            is_whole=self.is_whole and later.is_whole,
+            next_position=second.next_position or self.next_position,
+            is_whole=self.is_whole and second.is_whole,
         )
 
     def rerotated(self) -> Eviction:
-        """The same with the keys at the positions `0 ... n - 1`, where later tokens continue.
+        """The same with the keys rerotated to the positions `0 ... n - 1`; new tokens start at `n`.
 
         Raises:
-            UnsupportedInputError: if the press did not say which keys are left.
+            UnsupportedInputError: if the press did not report which keys it kept.
         """
         n, rotary, left, keys = self.length, self.call.site.rotary, self.next_call(), self.keys
         assert rotary is not None
-        if isinstance(rotary, NoRotation):  # its keys are at every position alike
+        if isinstance(rotary, NoRotation):  # this layer's keys do not depend on positions
             return self
         positions = torch.arange(n, device=keys.device).expand(keys.shape[:3])
-        # A whole context may lie elsewhere: pruned before, or given other positions.
-        is_there = n == self.call.length and left.lie_at(positions)
+        # A whole context may be at other positions: pruned before, or with position ids given.
+        is_there = n == self.call.length and left.keys_are_at(positions)
         if not is_there:
             keys = rotary.rotate_to(left.keys_before_rope(), positions[:1, :1]).to(keys.dtype)
         return replace(self, keys=keys, rotary_positions=positions, next_position=n, is_whole=False)
 
 
 def _all_tokens(keys: Tensor) -> Tensor:
-    """`(B, H_kv, n)`: every one of `keys` `(B, H_kv, n, d)`."""
+    """`(B, H_kv, n)` int64: indices of all `keys` `(B, H_kv, n, d)`."""
     return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])

@@ -1,4 +1,4 @@
-"""Fields of presses: what each of them may hold, said where it is declared."""
+"""Fields of presses, declared together with the values that they allow."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from press_core.errors import HyperparameterError
 
 
 def limited(default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
-    """A field whose values have to be such that `holds`; in words, they are `allowed`."""
+    """A field whose values satisfy `holds`; `allowed` describes them in error messages."""
     return field(default=default, metadata={"holds": holds, "allowed": allowed})
 
 
 def count(default: Any = MISSING, at_least: int = 0, of: str = "a number of tokens, ") -> Any:
-    """A field for a whole number, which may be None where that is the default."""
+    """A field for a whole number; None is allowed if it is the default."""
     none = "None or " if default is None else ""
     return limited(
         default, lambda n: (default is n is None) or n >= at_least, f"{none}{of}{at_least} or more"
@@ -30,7 +30,7 @@ def count(default: Any = MISSING, at_least: int = 0, of: str = "a number of toke
 
 
 def number(default: float, low: float, high: float = float("inf")) -> Any:
-    """A field for a number within limits."""
+    """A field for a number in [`low`, `high`]."""
     allowed = f"{low:g} or more" if high == float("inf") else f"a number in [{low:g}, {high:g}]"
     return limited(default, lambda x: low <= x <= high, allowed)
 
@@ -41,7 +41,7 @@ def share(default: float) -> Any:
 
 
 def odd(default: int) -> Any:
-    """A field for the width of a window that has a middle."""
+    """A field for the width of a centered window: an odd number."""
     return limited(default, lambda n: n >= 1 and n % 2 == 1, "odd and positive")
 
 
@@ -51,7 +51,7 @@ def amount_field(default: Any = 0.0) -> Any:
 
 
 def above(other: str, default: int) -> Any:
-    """A field for a number of tokens above that in the field `other`."""
+    """A field for a number of tokens greater than that in the field `other`."""
     return field(default=default, metadata={"above": other})
 
 
@@ -73,39 +73,39 @@ _PLAIN: dict[Any, tuple[type, str]] = {
     str: (str, "a string"),
     NoneType: (NoneType, "None"),
 }
-"""By annotation, the type of the values that a field takes, and what to call them."""
+"""By annotation, the type of the values that a field takes, and its name in error messages."""
 
 
 def check_fields(press: Any, kind: type) -> None:
-    """Refuse values that the fields of `press` do not take.
+    """Raise if a field of `press` holds a value that it does not take.
 
-    Types are checked of plain fields, of those for one of some words (`Literal`) and for one press;
-    but no field is a model.
+    Types are checked for fields of plain types, of `Literal` strings and of a single press. No
+    field may hold a model, unless that is its default.
 
     Args:
-        kind: what all presses are.
+        kind: the base class of all presses.
 
     Raises:
-        HyperparameterError: naming the field, its value and what is allowed.
+        HyperparameterError: with the field, its value and what is allowed.
     """
     types = _PLAIN | {kind: (kind, "a press installed by the same mechanism")}
     annotations = _annotations(press.__class__)
     for declared in fields(press):
         value, name = getattr(press, declared.name), type(press).__name__
         if isinstance(value, nn.Module) and value is not declared.default:
-            meant = "a press is made first and opened on the model then"
-            require(press, declared.name, False, f"no model: {meant}, as in {name}(...)(model)")
+            advice = "a press is constructed first and then opened on the model"
+            require(press, declared.name, False, f"no model: {advice}, as in {name}(...)(model)")
         annotation = annotations.get(declared.name)
-        of_union = get_origin(annotation) in (Union, UnionType)
-        taken = get_args(annotation) if of_union else (annotation,)
-        if types.keys() >= set(taken) and value is not declared.default:
-            fits = any(isinstance(value, types[one][0]) for one in taken)
-            fits = fits and (not isinstance(value, bool) or bool in taken)
-            allowed = " or ".join(types[one][1] for one in taken)
+        is_union = get_origin(annotation) in (Union, UnionType)
+        members = get_args(annotation) if is_union else (annotation,)
+        if types.keys() >= set(members) and value is not declared.default:
+            fits = any(isinstance(value, types[member][0]) for member in members)
+            fits = fits and (not isinstance(value, bool) or bool in members)
+            allowed = " or ".join(types[member][1] for member in members)
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
         if get_origin(annotation) is Literal:
-            words = get_args(annotation)
-            require(press, declared.name, value in words, f"one of {', '.join(map(str, words))}")
+            values = get_args(annotation)
+            require(press, declared.name, value in values, f"one of {', '.join(map(str, values))}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
@@ -119,8 +119,8 @@ def check_fields(press: Any, kind: type) -> None:
 
 @cache
 def _annotations(cls: type) -> dict[str, Any]:
-    """By field, the type that `cls` declares; none of them where one is not known at run time."""
+    """By field, the type that `cls` declares; empty if an annotation cannot be evaluated."""
     try:
         return get_type_hints(cls)
-    except Exception:  # whatever comes of what was written for type checkers alone
+    except Exception:  # annotations for type checkers only can raise anything
         return {}

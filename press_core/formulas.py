@@ -1,4 +1,4 @@
-"""All formulas: what the two lists of presses are made of."""
+"""All formulas, for the lists of presses of both mechanisms."""
 
 from press_core.learned.fast_kvzip import *
 from press_core.learned.kvzap import *

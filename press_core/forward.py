@@ -1,8 +1,8 @@
-"""What this forward of the decoder is: described where it enters, looked up by every layer.
+"""The forward of the decoder in progress: described when it enters, read by every layer.
 
-A scope has to do with the forwards that begin while it is open. Where the decoder begins, `begin`
-describes the forward, for this thread and until it returns; layers ask `current.forward`, and do
-nothing where there is none.
+A scope takes part in the forwards that begin while it is open. When the decoder is entered,
+`entry.begin` describes the forward, for this thread and until it returns. Layers read
+`current.forward`, and do nothing if it is None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Arguments(NamedTuple):
     """The arguments of one forward of a module, found and replaced by name.
 
     Attributes:
-        args, kwargs: as they were passed.
+        args, kwargs: as passed.
         names: of the parameters, in order.
     """
 
@@ -37,14 +37,14 @@ class Arguments(NamedTuple):
     names: tuple[str, ...]
 
     def get(self, name: str) -> Any:
-        """The argument called `name`, however it was passed, or None."""
+        """The argument called `name`, positional or by keyword, or None."""
         if name in self.kwargs:
             return self.kwargs[name]
         index = self.names.index(name) if name in self.names else len(self.args)
         return self.args[index] if index < len(self.args) else None
 
     def replace(self, **given: Any) -> Arguments:
-        """The same with other arguments."""
+        """A copy with some arguments replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in given.items():
             index = self.names.index(name) if name in self.names else len(args)
@@ -56,12 +56,12 @@ class Arguments(NamedTuple):
 
 
 def own_cache(cache: Any) -> Any:
-    """The cache of a decoder's own keys: of an encoder-decoder's two, the self-attention's."""
+    """The self-attention cache of a decoder: in an encoder-decoder, one of two."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 def n_tokens(given: Arguments) -> int:
-    """How many tokens a decoder is given, as ids or as embeddings."""
+    """Number of tokens passed to a decoder, as ids or as embeddings."""
     ids = given.get("input_ids")
     ids = given.get("inputs_embeds") if ids is None else ids
     return 0 if ids is None else int(ids.shape[1])
@@ -74,11 +74,12 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class Progress:
-    """What a forward is for one of its scopes.
+    """The state of one scope in a forward.
 
     Attributes:
-        n_steps, n_forwards: while decoding, forwards since the scope pruned last, and all of them.
-        depths: of the attention modules that it has observed.
+        n_steps: while decoding, forwards since the scope last pruned.
+        n_forwards: while decoding, forwards over this cache in total.
+        depths: of the attention modules that the scope has observed in this forward.
     """
 
     n_steps: int = 0
@@ -92,19 +93,20 @@ class Forward:
 
     Attributes:
         decoder: the module that takes token ids and runs all attention modules.
-        given: its arguments, as the model is to get them.
-        is_context: whether it began with an empty cache.
-        n_remaining: tokens of the same context that later forwards bring, of a prefill in chunks.
+        given: the arguments to call the decoder with.
+        is_context: whether it is part of a prefill: it began with an empty cache, or is a chunk.
+        n_remaining: tokens of the context that follow in later chunks, in a chunked prefill.
         entered: scopes that were open when it began, the outermost first.
-        acting: those that act around its attention modules.
-        progress: by scope, how far that has come.
+        acting: those of them that act around its attention modules.
+        progress: state of each scope in this forward.
         outer: the forward of another decoder in which this one runs.
-        notes: what was found out once for all layers: masks, positions, what a press has noted.
-        helps: whether it reads layers with masks or positions of their own.
-        at_failure: what to do if an exception ends it.
-        at_end: what to do when it has ended, in whatever way.
+        notes: values computed once for all layers: masks, positions, notes of a press.
+        helps: whether it reads layers that need their own masks or positions.
+        at_failure: callbacks for when an exception ends it.
+        at_end: callbacks for when it ends, with or without an exception.
         is_over: whether it is known to have ended.
-        frame: of the stack of its thread, lasts as long as it does: hooks hear of no interrupt.
+        frame: a stack frame that lives as long as the forward: PyTorch calls no hook after an
+            interrupt.
     """
 
     decoder: nn.Module
@@ -124,22 +126,22 @@ class Forward:
 
     @property
     def cache(self) -> Any:
-        """The cache of the decoder's own keys; None: the model makes one, if it caches."""
+        """The decoder's self-attention cache; None if none was passed (the model may make one)."""
         return own_cache(self.given.get("past_key_values"))
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens the decoder was given."""
+        """Number of tokens passed to the decoder."""
         return n_tokens(self.given)
 
     def token_ids(self, why: str) -> torch.Tensor:
-        """The token ids `(B, S)` that the decoder was given.
+        """The token ids `(B, S)` passed to the decoder.
 
         Args:
-            why: who needs them, and what for.
+            why: begins the error message: who needs token ids, and what for.
 
         Raises:
-            UnsupportedInputError: if it was given embeddings.
+            UnsupportedInputError: if embeddings were passed instead.
         """
         ids: torch.Tensor | None = self.given.get("input_ids")
         if ids is None:
@@ -147,28 +149,32 @@ class Forward:
         return ids
 
     def once(self, make: Callable[[], T], *key: Any) -> T:
-        """What `make` gives, made once for each `key`: of numbers, words, and objects as such."""
-        if torch.compiler.is_compiling():  # who compiles finds what is made twice
+        """The result of `make`, cached in this forward by `key`.
+
+        Args:
+            key: numbers, strings and tuples are compared by value, other objects by identity.
+        """
+        if torch.compiler.is_compiling():  # the compiler removes common subexpressions
             return make()
         known = tuple([part if isinstance(part, (int, str, tuple)) else id(part) for part in key])
         if known not in self.notes:
-            self.notes[known] = key, make()  # the key is kept, so that no other gets its id
+            self.notes[known] = key, make()  # keeps the key alive, so that its id is not reused
         return self.notes[known][1]
 
     @property
     def runs(self) -> bool:
-        """Whether it goes on, in whichever thread."""
+        """Whether it is still running, in any thread."""
         frame = self.frame
         if frame is None:
             return False
         try:
-            frame.clear()  # what runs is not cleared; the stacks of other threads are not safe
+            frame.clear()  # raises if the frame runs; walking another thread's stack is not safe
         except RuntimeError:
             return True
         return False
 
     def fail(self) -> None:
-        """Let an exception, or an interrupt, have ended it."""
+        """End the forward after an exception or an interrupt."""
         if current.forward is self:
             current.forward, current.reading, current.query = self.outer, None, None
         for undo in self.at_failure:
@@ -176,7 +182,7 @@ class Forward:
         self.end()
 
     def end(self) -> None:
-        """Let it be over, for all of its scopes."""
+        """End the forward for all of its scopes."""
         self.is_over, self.frame = True, None
         for scope in self.entered:
             scope.running.pop(self, None)
@@ -185,16 +191,16 @@ class Forward:
 
 
 class OneMask(Enum):
-    """How the one mask that a model makes for all layers reads layers that need help."""
+    """How one mask, made by the model for all layers, can serve layers that need help."""
 
     OF_SLOTS = auto()
-    """The decoder was given one that says which slots hold tokens: they are the same everywhere."""
+    """The decoder got a mask that says which slots hold tokens: the same slots in every layer."""
     OF_ONE_COLUMN = auto()
-    """A single token sees everything: one column is spread over layers of any length."""
+    """A single token sees everything: one column is broadcast over layers of any length."""
 
 
-class Now:
-    """What one thread is in the middle of; see `Current`."""
+class _ThreadState:
+    """The state of one thread; see `Current`."""
 
     def __init__(self) -> None:
         self.forward: Forward | None = None
@@ -203,49 +209,49 @@ class Now:
         self.is_apart = False
 
 
-class _OfThread(threading.local):
+class _Local(threading.local):
     def __init__(self) -> None:
-        self.now = Now()
+        self.state = _ThreadState()
 
 
-_of_thread = _OfThread()
+_local = _Local()
 
 
-def _now(name: str) -> Any:
-    # Compilers lose what is assigned to a `threading.local` itself where a graph breaks.
+def _of_thread(name: str) -> Any:
+    # At a graph break, compilers lose what is assigned to a `threading.local` itself.
     return property(
-        lambda _: getattr(_of_thread.now, name),
-        lambda _, value: setattr(_of_thread.now, name, value),
+        lambda _: getattr(_local.state, name),
+        lambda _, value: setattr(_local.state, name, value),
     )
 
 
 class Current:
-    """What this thread is in the middle of.
+    """The state of the current thread.
 
     Attributes:
-        forward: the forward in progress; None: none in which a scope has anything to do.
-        reading: the cache layer that is about to be read with all the help it needs, or how the
-            model's one mask reads all of them.
+        forward: the forward in progress; None if no scope takes part in one.
+        reading: the cache layer about to be read, if its mask and positions are ready; or an
+            `OneMask`, if the model's mask serves all layers.
         query: what a hook has collected of the attention module that is running.
         is_apart: whether scopes take no part in forwards of this thread.
     """
 
     @property
     def forward(self) -> Forward | None:
-        forward = _of_thread.now.forward
+        forward = _local.state.forward
         return None if forward is None or forward.is_over else forward  # ended by another thread
 
     @forward.setter
     def forward(self, forward: Forward | None) -> None:
-        _of_thread.now.forward = forward
+        _local.state.forward = forward
 
-    reading: Any = _now("reading")
-    query: Any = _now("query")
-    is_apart: bool = _now("is_apart")
+    reading: Any = _of_thread("reading")
+    query: Any = _of_thread("query")
+    is_apart: bool = _of_thread("is_apart")
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let scopes take no part in forwards of this thread."""
+        """Keep scopes out of forwards of this thread."""
         before = self.is_apart, self.forward
         self.is_apart, self.forward = True, None
         try:

@@ -1,4 +1,4 @@
-"""What an `AttentionCall` is made of."""
+"""The parts of an `AttentionCall`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from press_core.model.sites import AttentionSite
 
 
 class OpenScope(Protocol):
-    """What a formula may ask of the scope that it runs in."""
+    """The interface of a scope that formulas may use."""
 
     @property
     def sites(self) -> Sequence[AttentionSite]:
@@ -20,16 +20,17 @@ class OpenScope(Protocol):
         ...
 
     def prepared(self, press: Any) -> Any:
-        """What `press.prepare(model)` gave when the scope was opened."""
+        """What `press.prepare(model)` returned when the scope was opened."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """The query `(B, H, q, d)` as a mechanism found it.
+    """The queries as a mechanism observed them.
 
     Attributes:
-        is_rotated: whether RoPE has been applied to it.
+        states: `(B, H, q, d)`.
+        is_rotated: whether RoPE has been applied to them.
     """
 
     states: Tensor
@@ -38,15 +39,17 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where the tokens and the keys of a call stand.
+    """The positions of the tokens and keys of a call.
 
     Attributes:
-        embeddings: cosines and sines, each `(1 or B, q, rotary channels)`, or None.
-        ids: `(1 or B, q)` int64, or None where the model did not pass them on.
+        embeddings: cosines and sines of the `q` tokens, each `(1 or B, q, rotary channels)`, or
+            None.
+        ids: position ids of the `q` tokens, `(1 or B, q)` int64, or None if the model did not pass
+            them on.
         tokens: `(B, H_kv, S)` int64, which of the `q` tokens each key belongs to; None: the last
             `q` keys belong to them, in order.
-        rotary: `(1 or B, 1 or H_kv, S)` int64, to which position each key is rotated; None: as
-            `ids` says.
+        rotary: `(1 or B, 1 or H_kv, S)` int64, the position that each key is rotated to; None: the
+            one in `ids`.
         bidirectional: `(1 or B, q, q)` bool, which later tokens each of the `q` tokens sees
             (within an image, in some models); None: none.
     """
@@ -60,16 +63,17 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """When a call happens, and to which rows.
+    """When a call happens, and for which rows.
 
     Attributes:
         decoding: whether the layer held tokens before this forward.
-        n_remaining: tokens of the context that are still to come, in a chunked prefill that is
-            pruned chunk by chunk; None: the context is complete.
-        n_steps: forwards since the press pruned the layer last, while decoding.
-        n_forwards: forwards that the scope has seen the layer through, while decoding.
-        seen: tokens that the layer has seen of each of the `B` rows, padding left out.
-        batch_rows: rows of the batch that this call is about; None: all.
+        n_remaining: tokens of the context in later chunks, in a chunked prefill that is pruned
+            chunk by chunk; None: the context is complete.
+        n_steps: while decoding, forwards since the press last pruned the layer.
+        n_forwards: while decoding, forwards over the layer in this scope.
+        seen: tokens that the layer was given, evicted ones included, for each of the `B` rows,
+            without padding.
+        batch_rows: rows of the batch that the call is restricted to; None: all.
     """
 
     decoding: bool = False

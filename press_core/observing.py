@@ -1,4 +1,4 @@
-"""Observing an attention module: what it was given and made, as a press is to judge it."""
+"""Observing a forward of an attention module, and describing it to a press."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class AttentionPass:
     """A forward of an attention module that has just ended.
 
     Attributes:
-        forward: of the decoder, which it is a part of.
-        given: what it was given.
-        output: what it returned.
-        query: its query, if somebody asked for it.
+        forward: the forward of the decoder that it is part of.
+        site: the attention module.
+        given: its arguments.
+        output: its output.
+        query: its query, if the press reads queries.
     """
 
     forward: Forward
@@ -40,46 +41,46 @@ class AttentionPass:
 
     @property
     def cache(self) -> Any:
-        """The cache of the decoder's own keys, or None."""
+        """The decoder's self-attention cache, or None."""
         return own_cache(self.given.get(self.site.signature.cache_name))
 
     @property
     def hidden_states(self) -> Tensor:
         """`(B, q, D)`, its input."""
         given: Tensor | None = self.given.get("hidden_states")
-        return self.given.args[0] if given is None else given  # by another name
+        return self.given.args[0] if given is None else given  # the parameter has another name
 
     @property
     def mask(self) -> Any:
-        """Its attention mask, in any form, over what its layer holds."""
+        """Its attention mask, in any form, over the filled slots of its layer."""
         mask, layer = self.given.get("attention_mask"), known(self.cache, self.site.layer_idx)
         columns = layer.columns(0)
         n_empty = columns - layer.n_old - layer.n_recent
         fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
         if n_empty <= 0 or not fits:
             return mask
-        # Of a buffer of fixed length the last slots hold nothing yet.
+        # The last slots of a buffer of fixed length are still empty.
         return self.forward.once(lambda: mask[..., :-n_empty], "filled", mask, n_empty)
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of its tokens' positions, where it is given such."""
+        """Cosines and sines of its tokens' positions, or None if it did not get them."""
         given = self.given.get("position_embeddings")
         pair = isinstance(given, tuple) and len(given) == 2
         return given if pair and given[0].dim() == 3 else None
 
     @property
     def position_ids(self) -> Tensor | None:
-        """`(1 or B, q)` int64, the first of their dimensions where there are three; or None."""
+        """`(1 or B, q)` int64, or None; of positions in three dimensions the first dimension."""
         ids: Tensor | None = self.given.get("position_ids")
         return ids if ids is None or ids.dim() == 2 else ids[0]
 
     def occupied(self, layer: PrunedLayer) -> Tensor | None:
-        """Which slots of `layer` hold tokens of that row, `(B, S)` bool; None: all."""
+        """Which slots of `layer` hold tokens of their row, `(B, S)` bool; None: all."""
         batch, n = self.hidden_states.shape[:2]
         if layer.is_pruned or layer.n_seen != n:
             return occupied_slots(self.mask, layer, n, n_held=n)
-        # Only its own tokens: it brought a context.
+        # The layer holds only the tokens of this forward: a context in one forward.
         return self.forward.once(
             lambda: prefill_tokens(self.mask, n, batch), "tokens", self.mask, n
         )
@@ -88,8 +89,8 @@ class AttentionPass:
 def call_of(
     scope: ScopeState, passed: AttentionPass, keys: Tensor, values: Tensor, **fields: Any
 ) -> AttentionCall:
-    """What is known of a forward of an attention module, with other `fields`."""
-    device = passed.hidden_states.device  # an offloaded cache is brought back to the model
+    """The call of a forward of an attention module, with additional `fields`."""
+    device = passed.hidden_states.device  # the states of an offloaded cache are moved back
     return AttentionCall(
         passed.site,
         passed.hidden_states,
@@ -105,11 +106,11 @@ def call_of(
 
 
 def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -> AttentionCall:
-    """A forward that brought a context.
+    """The call of a prefill.
 
     Raises:
-        UnsupportedInputError: if an inner scope pruned the layer and did not say what it kept, so
-            that nobody knows which queries and positions its keys belong to.
+        UnsupportedInputError: if an inner scope pruned the layer and did not report what it kept:
+            the queries and positions of its keys are then unknown.
     """
     call = call_of(scope, passed, *layer.states())
     if not layer.is_pruned:
@@ -128,9 +129,9 @@ def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -
 
 
 def step_of(scope: ScopeState, passed: AttentionPass) -> Step:
-    """What a press may ask about the tokens of a forward later."""
+    """The states of a forward's tokens that the press may read in a later forward."""
     states, cos_sin, ids = {}, passed.cos_sin, passed.position_ids
-    if scope.traits.reads_hidden_states:  # which would take more than the cache
+    if scope.traits.reads_hidden_states:  # they take more memory than the cache
         states["hidden_states"] = passed.hidden_states
     if passed.query is not None:
         states["query"] = passed.query.states
@@ -142,9 +143,9 @@ def step_of(scope: ScopeState, passed: AttentionPass) -> Step:
 
 
 def with_steps(call: AttentionCall, memory: Memory, limit: int | None = None) -> AttentionCall:
-    """The call with what was observed of the last `limit` tokens; None: of all.
+    """The call with the buffered states of the last `limit` tokens; None: of all.
 
-    Hidden states that nobody said they read are there in shape alone.
+    Hidden states that the press did not declare are on the meta device (only their shape).
     """
     states, n = memory.last(limit), memory.n_known
     batch, _, width = call.hidden_states.shape

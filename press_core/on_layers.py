@@ -1,4 +1,4 @@
-"""What open scopes have on the layers of a decoder: it is there while forwards need it."""
+"""Hooks or patches of open scopes on attention modules, installed only while forwards need them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from press_core.model.graphs import graphs_of, n_compiled
 
 
 class Removable(Protocol):
-    """What installing something hands back: a hook's handle, a patch."""
+    """Something that was installed: the handle of a hook, or a patch."""
 
     def remove(self) -> None: ...
 
@@ -18,18 +18,19 @@ class Removable(Protocol):
 class OnLayers:
     """What the scopes open on one decoder have installed on its attention modules.
 
-    A hook or a patch costs its module something in every forward, in those too in which it has
-    nothing to do. So the first forward that concerns no scope takes all of them off, and the next
-    one in which a scope acts, or which reads a cache with help, puts them back. What hears of
-    forwards is on the decoder, and stays there.
+    A hook or a patch slows down every forward of its module, even if it does nothing. So the first
+    forward that no scope acts in takes all of them off; the next one in which a scope acts, or
+    whose layers need masks or positions, puts them back. What is installed on the decoder detects
+    these forwards, and stays there.
 
     The scopes of a decoder are put on and taken off together, in the order in which they were
     opened, so that the inner one acts first.
 
     Attributes:
-        by_scope: what each scope has there now; the outermost comes first.
-        are_on: whether all that there is to install is installed.
-        stay: whether it is left there: graphs were compiled with it, and would have to be anew.
+        by_scope: what each scope has installed now, the outermost first.
+        are_on: whether all scopes are installed.
+        stay: whether they stay installed: graphs were compiled with them, and taking them off would
+            cause recompilation.
     """
 
     def __init__(self) -> None:
@@ -39,18 +40,18 @@ class OnLayers:
         self._lock = threading.RLock()
 
     def add(self, scope: Any) -> None:
-        """Install a scope that opens, and those that are off."""
+        """Install a scope that opens, and any that are off."""
         with self._lock:
             self.by_scope[scope] = []
             self.put_on()
 
     def drop(self, scope: Any) -> list[Removable]:
-        """What a scope that closes has there, to be removed."""
+        """Forget a scope that closes; returns what it has installed, for removal."""
         with self._lock:
             return self.by_scope.pop(scope, [])
 
     def put_on(self) -> None:
-        """Install what is off: a forward needs it."""
+        """Install the scopes that are off, for a forward that needs them."""
         with self._lock:
             for scope, installed in self.by_scope.items():
                 if not installed:
@@ -58,18 +59,19 @@ class OnLayers:
             self.are_on, self._n_compiled = True, n_compiled()
 
     def take_off(self, scope: Any, entering: Any = None) -> None:
-        """Take all of it off, if the innermost scope finds that nobody needs it.
+        """Take all scopes off, unless a running forward needs them.
 
         Args:
-            entering: the forward that does not, and has not come to its layers yet; None: the
-                scopes have not heard of it.
+            scope: the caller; no effect unless it is the innermost scope.
+            entering: the forward that does not need them, and has not reached its layers yet; None:
+                no scope takes part in it.
         """
         if not self.are_on or self.stay:
             return
         with self._lock:
             if scope not in self.by_scope or scope is not next(reversed(self.by_scope)):
                 return
-            self.are_on = False  # before the look: who begins now looks after it has said so
+            self.are_on = False  # before the check: a new forward joins `running`, then reads this
             running = {forward for other in self.by_scope for forward in other.running.copy()}
             if any(forward.runs for forward in running - {entering}):
                 self.are_on = True
@@ -84,7 +86,7 @@ class OnLayers:
 
 
 def _installed(scope: Any) -> list[Removable]:
-    """Install on layers what the press of `scope` has for them; nothing if it fails."""
+    """Install the press of `scope` on its layers; if that fails, nothing stays installed."""
     with ExitStack() as undoing:
         installed = []
         for removable in scope.press.install_on_layers(scope):
@@ -95,7 +97,7 @@ def _installed(scope: Any) -> list[Removable]:
 
 
 def removed(installed: list[Removable]) -> None:
-    """Take off all that was installed, the latest first."""
-    with ExitStack() as removing:  # all of it, whatever one of them raises
+    """Remove everything in `installed`, the last first."""
+    with ExitStack() as removing:  # removes all of them, even if one raises
         for removable in installed:
             removing.callback(removable.remove)

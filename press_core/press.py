@@ -1,4 +1,4 @@
-"""What a press says: its fields, its traits, its budget and its formula."""
+"""The base class of all presses: fields, traits, budget and formula."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from press_core.traits import Evicts, Needs, Phase
 
 @dataclass
 class Press:
-    """A compression policy: hyperparameters and the formula, whatever installs it.
+    """A compression policy: hyperparameters and a formula, independent of the mechanism.
 
-    A press holds no state of a run: one press may be open on several models, in several threads or
-    twice on one model (the inner scope acts first). A press with presses in its fields is a
-    composition: what it does not declare is what its parts declare together.
+    A press holds no run state: one press may be open on several models, in several threads or twice
+    on one model (the inner scope acts first). A press that holds presses in its fields is a
+    composition: traits that it does not declare are combined from those of its parts.
 
     Attributes:
-        mechanism: class attribute; what installs it, "hooks" or "patches".
-        needs: class attribute; what it reads of the model.
-        evicts: class attribute; what it takes out of a layer.
-        phases: class attribute; when it acts.
+        mechanism: class attribute; what installs the press, "hooks" or "patches".
+        needs: class attribute; what the press reads of the model.
+        evicts: class attribute; what the press removes from a cache layer.
+        phases: class attribute; when the press acts.
         row_by_row: class attribute; whether rows of a batch may keep different numbers of tokens.
-        told: class attribute; the field that says how much to evict, if there is one of that name.
-        whole_up_to: class attribute; fields of numbers of tokens: a context of no more than all of
-            these together is left whole.
+        ratio_field: class attribute; name of the field that sets how much to evict. The press may
+            lack such a field.
+        whole_up_to: class attribute; names of fields that hold numbers of tokens: a context no
+            longer than their sum is not pruned.
     """
 
     mechanism: ClassVar[str] = ""
-    told: ClassVar[str] = "compression_ratio"
+    ratio_field: ClassVar[str] = "compression_ratio"
     whole_up_to: ClassVar[tuple[str, ...]] = ()
 
-    # ---- traits: class attributes of most presses, properties where they depend on fields --------
+    # ---- traits: class attributes of most presses, properties if they depend on fields -----------
 
     @property
     def needs(self) -> Needs:
@@ -67,7 +68,7 @@ class Press:
 
     @property
     def observed_phases(self) -> Phase:
-        """When it is told of attention forwards: whenever it acts."""
+        """The phases in which the press is called after attention forwards: those it acts in."""
         return self.phases
 
     # ---- fields ----------------------------------------------------------------------------------
@@ -76,28 +77,28 @@ class Press:
         self.validate()
 
     def validate(self) -> None:
-        """Check the fields; called when the press is made and whenever a scope opens.
+        """Check the fields; called on construction, when a scope opens and at each prefill.
 
         Raises:
-            HyperparameterError: naming the field, its value and what is allowed.
+            HyperparameterError: with the field, its value and what is allowed.
         """
         check_fields(self, Press)
         for name, part in self._named_parts():
-            ours = part.mechanism == self.mechanism
-            require(self, name, ours, f"a press installed by {self.mechanism}, as this one is")
+            same = part.mechanism == self.mechanism
+            require(self, name, same, f"a press installed by {self.mechanism}, as this one is")
             holds_this = any(inner is self for inner in part.everything())
             require(self, name, not holds_this, "no press that holds this one")
             part.validate()
 
     @property
     def parts(self) -> Iterator[Press]:
-        """The presses that it holds."""
+        """The presses in its fields."""
         return (part for _, part in self._named_parts())
 
     def everything(self) -> list[Press]:
-        """Itself, its parts, their parts and so on."""
+        """The press, its parts, their parts and so on."""
         found: list[Press] = [self]
-        for press in found:  # which grows meanwhile
+        for press in found:  # the loop appends to the list
             found += [part for part in press.parts if all(part is not known for known in found)]
         return found
 
@@ -108,37 +109,37 @@ class Press:
                     yield name, part
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
-        """A copy of this press that evicts another share of the tokens.
+        """A copy of this press that evicts a different share of the tokens.
 
         Args:
             compression_ratio: in [0, 1), or the `Tokens` to keep.
 
         Raises:
-            HyperparameterError: if it cannot be told a ratio.
+            HyperparameterError: if the press has no field for a ratio.
         """
-        if self.told not in {field.name for field in fields(self)}:
+        if self.ratio_field not in {field.name for field in fields(self)}:
             raise HyperparameterError(
-                f"{type(self).__name__} cannot be told a compression ratio; wrap a press with the "
+                f"{type(self).__name__} does not take a compression ratio; wrap a press with the "
                 "field compression_ratio"
             )
-        changed = self.changed(**{self.told: compression_ratio})
+        changed = self.changed(**{self.ratio_field: compression_ratio})
         vars(changed)["prepared_as"] = vars(self).get("prepared_as", id(self))
         return changed
 
     def with_budget(self, tokens: int) -> Press:
-        """A copy of this press that keeps so many tokens of whatever it is given.
+        """A copy of this press that keeps `tokens` tokens of a context of any length.
 
         Args:
-            tokens: of each KV head; on average, where heads or layers differ. Contexts of no more
-                tokens are left whole.
+            tokens: per KV head; on average, where heads or layers differ. Contexts no longer than
+                that are not pruned.
 
         Raises:
-            HyperparameterError: if it cannot be told how much to keep.
+            HyperparameterError: if the press has no field for a ratio.
         """
         return self.with_ratio(Tokens(tokens))
 
     def changed(self, **values: Any) -> Press:
-        """A copy of this press, with all that its class has put there, and other fields."""
+        """A copy of this press with other fields; attributes set by its class are copied, too."""
         changed = copied(self, **values)
         for of_original in ("_last_scope", "prepared_as"):
             vars(changed).pop(of_original, None)
@@ -149,80 +150,81 @@ class Press:
 
     @property
     def amount(self) -> Amount:
-        """What it is told to evict, a share of the tokens or all but so many; 0: nothing told."""
-        return vars(self).get(self.told, 0.0)
+        """How much to evict: a share of the tokens, or the `Tokens` to keep; 0 without a field."""
+        return vars(self).get(self.ratio_field, 0.0)
 
     @property
     def requested_ratio(self) -> float:
-        """Share of the tokens that it is told to evict; 0 where it is not told one."""
+        """Share of the tokens to evict; 0 if the press has no such field, or holds `Tokens`."""
         return 0.0 if isinstance(self.amount, Tokens) else float(self.amount)
 
     def is_long_enough(self, length: int) -> bool:
-        """Whether a context of `length` tokens is long enough; a shorter one is left whole."""
+        """Whether a context of `length` tokens is long enough to be pruned."""
         own = length > sum(getattr(self, name) for name in self.whole_up_to)
         return own and all(part.is_long_enough(length) for part in self.parts)
 
     def keeps(self, length: int) -> int:
-        """How many of a context of `length` tokens each KV head keeps, on average over layers."""
+        """How many tokens of a context of `length` each KV head keeps, on average over layers."""
         own = n_kept(length, self.amount) if self.is_long_enough(length) else length
         return min([own, *(part.keeps(length) for part in self.parts)])
 
     def budget(self, call: AttentionCall) -> int:
-        """How many of the tokens of `call` each KV head keeps, on average where heads differ.
+        """How many tokens of `call` each KV head keeps, on average where heads differ.
 
-        All of them where there is nothing to choose.
+        All of them if the context is too short to be pruned.
         """
         if not self.is_long_enough(call.length):
             return call.length
         return min(call.length, call.budget or n_kept(call.context_length, self.amount))
 
     def ratio_of(self, length: int) -> float:
-        """Share of `length` tokens that it is told to evict."""
+        """Share of `length` tokens to evict."""
         return ratio_of(length, self.amount)
 
     @property
     def buffered_tokens(self) -> int:
-        """Of how many of the last tokens it wants hidden states and queries while decoding."""
+        """Number of latest tokens whose hidden states and queries are buffered while decoding."""
         return max((part.buffered_tokens for part in self.parts), default=0)
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
-        """Whether to prune after `n_steps` decoding steps, the last of `n_new` tokens."""
+        """Whether to prune after `n_steps` decode steps, the last of which added `n_new` tokens."""
         return True
 
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
-        """Whether this step is to be observed: it is due, or what it brings is needed when one is.
+        """Whether to observe this decode step: pruning is due, or its states have to be buffered.
 
-        Steps that are not awaited cost next to nothing.
+        Steps that are not observed cost next to nothing.
 
         Args:
-            n_buffered: its `buffered_tokens`.
+            n_buffered: the press's `buffered_tokens`.
         """
         return n_buffered > 0 or self.is_due(n_steps, n_new)
 
     # ---- the formula -----------------------------------------------------------------------------
 
     def compress(self, call: AttentionCall) -> Eviction:
-        """The formula: what is left of `call`."""
+        """The formula: what to keep of `call`."""
         raise NotImplementedError(
-            f"{type(self).__name__} says nowhere what it keeps: give it a compress, or a score"
+            f"{type(self).__name__} does not define what it keeps: implement compress, or score"
         )
 
     def evict(self, call: AttentionCall) -> Eviction:
-        """What is left of `call`, as `compress` returns it."""
+        """The result of `compress` for `call`, as an `Eviction`."""
         return Eviction.of(call, self.compress(call))
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
-        """What to keep of each token, asked after each forward in whose phase the press acts.
+        """Per-token values to store; called after each forward in a phase in which the press acts.
 
-        Kept with the cache layer for as long as the scope is open; tokens that are evicted or taken
-        back take theirs along. `call.memory` then holds it. For presses that need `Needs.MEMORY`.
+        They are stored with the cache layer while the scope is open, and evicted or rolled back
+        together with their tokens. `call.memory` then holds them. For presses that declare
+        `Needs.MEMORY`.
 
         Args:
-            call: the forward, whose `memory` is what was returned last, zeros for new tokens (and
-                empty the first time).
+            call: the forward. Its `memory` is what was returned last, with zeros for new tokens
+                (empty the first time).
 
         Returns:
-            By name, `(B, H_kv, S)`, the same names each time.
+            By name, `(B, H_kv, S)`, with the same names each time.
         """
         phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
         acting = (p for p in self.parts if phase in p.phases and Needs.MEMORY in p.needs)
@@ -234,7 +236,7 @@ class Press:
         """Called before each forward of the decoder, in `Phase.BEFORE_DECODER`.
 
         Returns:
-            The arguments that the decoder is to get.
+            The arguments to call the decoder with.
         """
         for part in self.parts:
             if Phase.BEFORE_DECODER in part.phases:
@@ -250,19 +252,19 @@ class Press:
     # ---- the model -------------------------------------------------------------------------------
 
     def post_init_from_model(self, model: nn.Module) -> None:
-        """Fill in what depends on the model; called when a scope opens."""
+        """Set fields that depend on the model; called when a scope opens."""
         for part in self.parts:
             part.post_init_from_model(model)
 
     def prepare(self, model: nn.Module) -> Any:
-        """What it has to know of the model, found when a scope opens: `call.prepared(self)`."""
+        """Model-dependent data, computed when a scope opens; a formula reads `call.prepared`."""
         return None
 
     def check_site(self, site: AttentionSite) -> None:
-        """Refuse an attention module that the press cannot work on, before anything is installed.
+        """Raise if the press cannot work on an attention module, before anything is installed.
 
         Raises:
-            UnsupportedModelError: saying what is missing and what to use instead.
+            UnsupportedModelError: with what is missing and what to use instead.
         """
         name = type(self).__name__
         for need in self.site_needs():
@@ -273,15 +275,15 @@ class Press:
         moves_earlier = Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
         if moves_earlier and site.rotary is not None and site.rotary.in_3d:
             raise UnsupportedModelError(
-                f"{name} rotates keys of earlier forwards, and {site.name} gives images positions "
-                "in three dimensions, which nobody knows any more then; KeyRerotationPress can "
-                "rotate those of the context as it comes"
+                f"{name} rotates keys of earlier forwards, but {site.name} gives images positions "
+                "in three dimensions, which are not stored; use KeyRerotationPress, which rotates "
+                "keys during the prefill"
             )
         for part in self.parts:
             part.check_site(site)
 
     def site_needs(self) -> list[str]:
-        """What it takes for granted of an attention module: keys of `AttentionSite.refusals`."""
+        """What the press requires of an attention module: keys of `AttentionSite.refusals`."""
         reads_states = Needs.POSITIONS_ALONE not in self.needs
         needs = {
             "tokens": self.evicts is not Evicts.NOTHING,
@@ -293,11 +295,11 @@ class Press:
         }
         return [need for need, is_needed in needs.items() if is_needed]
 
-    # ---- what a run came to ----------------------------------------------------------------------
+    # ---- results of a run ------------------------------------------------------------------------
 
     @property
     def last_run(self) -> Tally | None:
-        """What the scope of this press that was opened last came to; None: there was none."""
+        """The tally of the scope of this press that was opened last; None: no scope was opened."""
         scope = vars(self).get("_last_scope")
         return None if scope is None else scope.tally
 
@@ -308,11 +310,12 @@ class Press:
 
     @property
     def evicted_ratio(self) -> float:
-        """Share of the tokens that was really evicted in the scope opened last.
+        """Share of the tokens that was actually evicted in the scope opened last.
 
-        Of those that a layer had seen when it was pruned last, over all layers, heads and rows. Of
-        every press: `compression_ratio` is the same of one that is not told a ratio and, once it
-        has run, of a composition; elsewhere that is a field, which says what the press is told.
+        Relative to the tokens that a layer had seen when it was last pruned, over all layers, heads
+        and rows. Every press has it. `compression_ratio` is a field that holds the requested ratio
+        in most presses; in a press without that field, and in a composition that has run, it is the
+        same as this.
         """
         return 0.0 if self.last_run is None else self.last_run.compression_ratio
 
@@ -321,7 +324,7 @@ class Press:
 
 
 def also_needs(cls: type[Press], more: Needs) -> None:
-    """Let a class of presses need more than it declares."""
+    """Add needs to those that a class of presses declares."""
     declared: Any = getattr_static(cls, "needs")
     if isinstance(declared, Needs):
         cls.needs = declared | more  # type: ignore[assignment, method-assign]
@@ -331,7 +334,7 @@ def also_needs(cls: type[Press], more: Needs) -> None:
 
 @dataclass
 class RatioPress(Press):
-    """A press that is told what share of the tokens to evict.
+    """A press with a field for the share of the tokens to evict.
 
     Attributes:
         compression_ratio: share of the tokens that each KV head evicts, in [0, 1); or the `Tokens`
@@ -343,11 +346,11 @@ class RatioPress(Press):
 
 @dataclass
 class MeasuredPress(Press):
-    """A press that holds no ratio: what it evicts is known when it has."""
+    """A press without a field for a ratio: its compression ratio is measured in a run."""
 
     @property
     def compression_ratio(self) -> float:
-        """Share of the tokens that was evicted in the scope opened last; before, what is asked."""
+        """Share of the tokens evicted in the scope opened last; the requested one before a run."""
         run = self.last_run
         return self.requested_ratio if run is None or not run.n_forwards else run.compression_ratio
 
@@ -365,4 +368,4 @@ _NEEDS = {
     "rope": "rotary position embeddings",
     "heads": "heads that can keep different numbers of tokens",
 }
-"""What a press takes for granted of an attention module, in words."""
+"""What each key of `Press.site_needs` stands for in an error message."""

@@ -1,4 +1,4 @@
-"""Rows of a padded batch: each is judged as it would be alone, and they are put together again."""
+"""Padded batches: each row is pruned as it would be without padding, and the rows are rejoined."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from press_core.eviction import REPORT_POSITIONS, Eviction
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Rows of a batch whose slots hold tokens in the same places, and what is left of them.
+    """Rows of a batch with the same padding, and the press's decision about them.
 
     Attributes:
-        rows: of the batch.
-        slots: `(m,)` int64, those that hold tokens; None: all.
+        rows: indices into the batch.
+        slots: `(m,)` int64, the slots that hold tokens; None: all.
         eviction: what the press decided about them.
     """
 
@@ -32,11 +32,11 @@ class RowGroup:
 def parts_of(
     call: AttentionCall, occupied: Tensor | None, row_by_row: bool
 ) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
-    """The calls of the rows that are judged together, with these and their slots that hold tokens.
+    """Split a call into groups of rows: yields their indices, their filled slots and their call.
 
     Args:
-        occupied: `(B, S)` bool; None: all slots of all rows.
-        row_by_row: whether each row is judged by itself.
+        occupied: `(B, S)` bool, which slots hold tokens; None: all slots of all rows.
+        row_by_row: whether each row is a group; else rows with the same padding are.
     """
     batch, device = call.keys.shape[0], call.keys.device
     if occupied is None and (not row_by_row or batch == 1):
@@ -53,14 +53,14 @@ def parts_of(
 
 
 class Decisions:
-    """What is left of a batch: the groups put together, the shorter with empty slots on the left.
+    """The decisions about a whole batch: shorter groups get empty slots on the left.
 
     Attributes:
-        call: about the whole batch.
-        groups: each with its eviction.
-        evictions: those.
-        length: slots that the longest group keeps.
-        is_whole: whether everything is left as it was.
+        call: the call of the whole batch.
+        groups: the row groups.
+        evictions: the eviction of each group.
+        length: number of slots that the longest group keeps.
+        is_whole: whether nothing is evicted in any group.
     """
 
     def __init__(self, call: AttentionCall, groups: list[RowGroup]) -> None:
@@ -72,12 +72,12 @@ class Decisions:
         self._order = None if len(groups) == 1 else torch.tensor(rows).argsort()
 
     def any(self, name: str) -> bool:
-        """Whether an eviction has a field of this name."""
+        """Whether the field `name` is set in any eviction."""
         return any([getattr(eviction, name) is not None for eviction in self.evictions])
 
     @property
     def rows(self) -> tuple[int, ...] | None:
-        """Slots that each row fills; None: all rows all of them, and none has lost padding."""
+        """Number of slots that each row fills; None: all of them, and there was no padding."""
         lengths = [eviction.length for eviction in self.evictions]
         slots = [group.slots for group in self.groups if group.slots is not None]
         if not slots and min(lengths) == self.length:
@@ -96,24 +96,24 @@ class Decisions:
         return occupied
 
     def numbers(self, of_group: Callable[[Eviction], int]) -> tuple[int, ...]:
-        """One number for each row."""
+        """A number per row, from `of_group` of its group's eviction."""
         found = {row: of_group(g.eviction) for g in self.groups for row in g.rows}
         return tuple([found[row] for row in range(len(found))])
 
     def joined(self, of_group: Callable[[Eviction], Tensor], empty: float = 0) -> Tensor:
-        """What `of_group` says of the slots `(b, H_kv, n, ...)` of each, for the batch."""
+        """`of_group` of each eviction, `(b, H_kv, n, ...)`, padded left and joined to a batch."""
         parts = [of_group(eviction) for eviction in self.evictions]
         longest = max([part.shape[2] for part in parts])
         return self.together([pad_left(part, longest, empty) for part in parts])
 
     def together(self, parts: list[Tensor]) -> Tensor:
-        """Something of the rows of each group, for the batch."""
+        """Concatenate tensors of each group's rows, in the order of the batch."""
         if self._order is None:
             return parts[0]
         return torch.cat(parts)[self._order.to(parts[0].device)]
 
     def slots(self) -> Tensor | None:
-        """Which of the `S` slots are left, `(B, H_kv, n)` int64, -1: none; None: nobody knows."""
+        """Indices of the kept slots, `(B, H_kv, n)` int64, -1 if empty; None: not reported."""
         if any([eviction.kept is None for eviction in self.evictions]):
             return None
         parts = []
@@ -123,19 +123,19 @@ class Decisions:
         return self.together([pad_left(part, self.length, -1) for part in parts])
 
     def check_slots(self) -> None:
-        """Refuse rows of which nobody knows which slots are left.
+        """Check that all evictions report which slots they keep.
 
         Raises:
-            UnsupportedInputError: if there are such.
+            UnsupportedInputError: if one does not.
         """
         if self.slots() is None:
             raise UnsupportedInputError(
                 "a padded batch was pruned by a press that does not say which tokens it kept, so "
-                f"that its rows cannot be told from their padding; {REPORT_POSITIONS}"
+                f"that tokens and padding cannot be distinguished; {REPORT_POSITIONS}"
             )
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
-        """Of something known of every slot, `(1 or B, 1 or H_kv, S)`, what is left."""
+        """Values of the kept slots, from `known` values of all, `(1 or B, 1 or H_kv, S)`."""
         slots = self.slots()
         if known is None or slots is None:
             return None
@@ -146,7 +146,7 @@ class Decisions:
 
 
 def pad_left(states: Tensor, n: int, value: float) -> Tensor:
-    """`states` `(B, H, m, ...)` with slots holding `value` on the left, `n` in all."""
+    """Pad `states` `(B, H, m, ...)` on the left with `value`, to `n` slots."""
     missing = n - states.shape[2]
     if not missing:
         return states

@@ -1,4 +1,4 @@
-"""Opening a press on a model, closing it, and what the run came to."""
+"""Opening a press on a model, closing it, and the tally of the run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from press_core.tally import Tally
 from press_core.traits import Needs, Phase
 
 _opening = threading.RLock()
-"""Held while a scope opens or closes: none is to change a model that another is probing."""
+"""Held while a scope opens or closes, so that no scope changes a model that another one probes."""
 
 _open: WeakSet[ScopeState] = WeakSet()
-"""Scopes that were opened, until they are collected; of closed ones the decoder is None."""
+"""Scopes that were opened, until they are garbage-collected; a closed one's decoder is None."""
 
 AROUND = Phase.PREFILL | Phase.DECODING | Phase.CHUNKS
 """Phases in which a press acts around attention modules."""
@@ -36,14 +36,16 @@ AROUND = Phase.PREFILL | Phase.DECODING | Phase.CHUNKS
 
 @dataclass(frozen=True)
 class Traits:
-    """What a press says of itself, asked once: a composition asks each of its parts.
+    """The traits of a press, read once per scope: a composition computes them from its parts.
 
     Attributes:
-        reads_queries: whether it reads queries of the attention forwards that it is told of.
-        remembers: whether it keeps something of each token.
-        may_pass: whether most steps that decode behind a context are nothing to it.
-        counts: whether it counts them all the same, and so waits for some of them.
-        thread: whose forwards alone it hears of; None: those of all threads.
+        needs, phases, buffered_tokens: as the press declares them.
+        reads_queries: whether the press reads the queries of attention forwards.
+        reads_hidden_states: whether the press reads hidden states.
+        remembers: whether the press stores values per token; see `Press.remember`.
+        may_pass: whether the press has nothing to do in most decode steps.
+        counts: whether it counts decode steps all the same, to prune after some of them.
+        thread: the only thread whose forwards the scope takes part in; None: all threads.
     """
 
     needs: Needs
@@ -79,23 +81,23 @@ class Traits:
 
 @dataclass(eq=False)
 class ScopeState:
-    """One open scope: a press bound to a model, and all that the run learns and measures.
+    """One open scope: a press bound to a model, and the state of its run.
 
     Attributes:
-        model: None once the scope is closed, and so is `decoder`.
+        model: None after the scope is closed; so is `decoder`.
         sites: the attention modules that the press works on.
-        bystanders: attention modules beside them that need help to read what is pruned.
-        decoder: the module that takes token ids and runs all of them.
-        traits: what the press says of itself.
-        known: by id of a part of the press, that part and what it has prepared for the model, which
-            serves copies with another ratio too.
-        tally: what the run came to.
-        key: tells it from all other scopes of the process, in caches too.
-        running: forwards of it in progress, and the threads that run them.
-        remembering: cache layers that hold something for it.
-        warnings: what a mechanism found to have gone wrong, asked when the scope closes.
-        installed: what the mechanism has put on the model for as long as the scope is open.
-        on_layers: what it has put on attention modules, for the forwards that need it.
+        bystanders: other attention modules, which need help to read pruned layers.
+        decoder: the module that takes token ids and runs all attention modules.
+        traits: the traits of the press.
+        known: by id of a part of the press, that part and what its `prepare` returned; copies of it
+            with another ratio use the same.
+        tally: counts of what was pruned.
+        key: identifies the scope within the process; copies of a cache keep it.
+        running: forwards in progress that the scope takes part in, each with its thread's id.
+        remembering: cache layers with a memory of this scope.
+        warnings: functions of the mechanism that return a warning, or None, when the scope closes.
+        installed: what the mechanism has installed on the decoder while the scope is open.
+        on_layers: what it has installed on attention modules, while forwards need it.
     """
 
     press: Press
@@ -114,34 +116,35 @@ class ScopeState:
     on_layers: OnLayers = field(default_factory=OnLayers)
 
     def prepared(self, press: Any) -> Any:
-        """What `press`, a part of this scope's, has prepared for the model."""
-        same = id(press) if id(press) in self.known else vars(press).get("prepared_as")
-        if same not in self.known:  # nobody said that it is a part: it is in no field
-            self.known[id(press)], same = (press, press.prepare(self.model)), id(press)
-        return self.known[same][1]
+        """What the `prepare` of `press`, a part of this scope's press, returned for the model."""
+        key = id(press) if id(press) in self.known else vars(press).get("prepared_as")
+        if key not in self.known:  # not found when the scope opened, as it is in no field
+            self.known[id(press)], key = (press, press.prepare(self.model)), id(press)
+        return self.known[key][1]
 
     @property
     def is_open(self) -> bool:
-        """Whether forwards that begin now are the scope's."""
+        """Whether the scope takes part in forwards that begin now."""
         return self.key.is_open
 
     def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
-        """Keep a `memory` of one layer of `cache`, in the words of pruned layers, while open."""
+        """Store this scope's `memory` with `layer`, and put that into `cache` at `layer_idx`."""
         cache.layers[layer_idx] = layer
         self.remembering.add(layer)
         layer.memories[self.key] = memory
 
     def install(self, removable: Removable) -> None:
-        """Take `removable` off when the scope closes."""
+        """Register `removable` to be removed when the scope closes."""
         self.installed.append(removable)
 
     # ---- closing ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take off all that was installed, if that was not done before.
+        """Remove everything that was installed; no effect if the scope is closed already.
 
-        Forwards that have begun are the scope's to their end, and are waited for: those of other
-        threads here, and in the middle of one of this thread once that has ended.
+        The scope takes part in forwards that have begun until they end, and closing waits for them:
+        for those of other threads it blocks; inside a forward of this thread, closing is deferred
+        to the end of that forward.
         """
         with _opening:
             self.key.is_open = False
@@ -152,44 +155,44 @@ class ScopeState:
             self._end()
 
     def _end(self) -> None:
-        """Close, once forwards of other threads have ended."""
-        is_cut = True
+        """Wait for forwards of other threads, then close."""
+        is_interrupted = True
         try:
             while self._under_way(in_this_thread=False):
                 time.sleep(1e-3)
-            is_cut = False
-        finally:  # an interrupt has ended what is left, or the wait for it
+            is_interrupted = False
+        finally:  # forwards may be left over: an interrupt has ended them, or this wait
             for forward in self.running.copy():
-                if is_cut or not forward.runs:
+                if is_interrupted or not forward.runs:
                     forward.fail()
             self.take_off()
 
     def _under_way(self, in_this_thread: bool) -> list[Forward]:
-        """Forwards of it that run in this thread, or in all others."""
-        mine = threading.get_ident()
+        """This scope's running forwards in this thread, or in all others."""
+        this_thread = threading.get_ident()
         return [
             forward
             for forward, thread in self.running.copy().items()
-            if (thread == mine) is in_this_thread and forward.runs
+            if (thread == this_thread) is in_this_thread and forward.runs
         ]
 
     def take_off(self) -> None:
         with _opening:
-            if self.model is None:  # it was done before
+            if self.model is None:  # already taken off
                 return
             self.model = None
-        said = [warning for ask in (*self.warnings, self._opened_too_late) if (warning := ask())]
+        found = [text for check in (*self.warnings, self._opened_too_late) if (text := check())]
         for layer in list(self.remembering):
             layer.remember(self.key, None)
         with _opening:
             removed([*self.installed, *self.on_layers.drop(self)])
         self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
         self.decoder = None
-        if said:  # one cause at a time: the first explains the others
-            warnings.warn(f"{type(self.press).__name__}{said[0]}", RuntimeWarning, stacklevel=5)
+        if found:  # only the first: it is the cause of the others
+            warnings.warn(f"{type(self.press).__name__}{found[0]}", RuntimeWarning, stacklevel=5)
 
     def _opened_too_late(self) -> str | None:
-        """A warning of a scope that could have evicted something, had it been open before."""
+        """A warning if the scope evicted nothing because it was opened after the prefill."""
         length, tally = self.tally.longest_whole, self.tally
         if tally.layers or tally.n_contexts or not length:
             return None
@@ -203,10 +206,10 @@ class ScopeState:
 
 
 def bound_to(press: Press, model: nn.Module) -> ScopeState:
-    """Check that a press fits a model, and bind it to that; nothing is installed.
+    """Check that a press fits a model, and return their scope; nothing is installed.
 
     Raises:
-        PressError: if it does not fit.
+        PressError: if the press does not fit the model.
     """
     press.validate()
     press.post_init_from_model(model)
@@ -220,7 +223,7 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
 
 
 def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
-    """What a press and its parts have to know of a model; see `ScopeState.known`."""
+    """Call `prepare` of a press and of its parts; see `ScopeState.known`."""
     known: dict[int, tuple[Press, Any]] = {}
     for part in press.everything():
         known[id(part)] = part, part.prepare(model)
@@ -229,16 +232,16 @@ def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
 
 
 def _on_layers_of(decoder: nn.Module) -> OnLayers:
-    """What the scopes that are open on one decoder share."""
+    """The `OnLayers` that all scopes open on one decoder share."""
     return next((scope.on_layers for scope in _open if scope.decoder is decoder), OnLayers())
 
 
 class Scope:
-    """The time during which a press is installed on a model.
+    """The block `with press(model)` during which a press is installed on a model.
 
-    Entering installs it, leaving (in whatever way) takes exactly that off again, in any order with
-    other scopes. A scope can be opened again once it is closed. It has to do with the forwards that
-    begin while it is open, whichever thread runs them, from their first layer to their last.
+    Entering installs the press; leaving, also by an exception, removes exactly what was installed,
+    in any order with other scopes. A closed scope can be opened again. It takes part in the
+    forwards that begin while it is open, in any thread, from their first layer to their last.
     """
 
     def __init__(self, press: InstalledPress, model: nn.Module) -> None:
@@ -251,7 +254,7 @@ class Scope:
 
         Raises:
             PressError: if the press does not fit the model; nothing is installed then.
-            ScopeError: if this scope is open already.
+            ScopeError: if the scope is already open.
         """
         with _opening, self._lock:
             if self.state is not None and self.state.is_open:
@@ -273,7 +276,7 @@ class Scope:
             vars(self.press)["_last_scope"] = state
 
     def remove(self) -> None:
-        """Take the press off the model; without effect on a scope that is not open."""
+        """Remove the press from the model; no effect if the scope is not open."""
         with self._lock:
             state = self.state
         if state is not None:
@@ -293,7 +296,7 @@ class Scope:
 
 
 class InstalledPress(Press):
-    """A press that a mechanism installs on models.
+    """A press with a mechanism that installs it on models.
 
     ```python
     with press(model):
@@ -303,45 +306,45 @@ class InstalledPress(Press):
     """
 
     collector: ClassVar[Callable[..., InstalledPress]]
-    """Makes a press that shows the calls of a model to a function; see `Collecting`."""
+    """Class of this mechanism's press that passes each call to a function; see `Collecting`."""
 
     def __call__(self, model: nn.Module) -> Scope:
-        """The scope `with press(model): ...`; nothing is installed before it is entered."""
+        """The scope of `with press(model): ...`; nothing is installed until it is entered."""
         return Scope(self, model)
 
     def register(self, model: nn.Module) -> Scope:
-        """Open the scope at once; `remove()` on what is returned closes it (again: no effect)."""
+        """Open a scope and return it; its `remove()` closes it (a second call has no effect)."""
         scope = self(model)
         scope.open()
         return scope
 
     def remove(self) -> None:
-        """Close the scope of this press that was opened last, if it is open."""
+        """Close the scope of this press that was opened last; no effect if it is closed."""
         state = vars(self).get("_last_scope")
         if state is not None:
             state.close()
 
     def install(self, scope: ScopeState) -> None:
-        """Install on the decoder what hears of forwards; `scope` takes it off again."""
+        """Install what is called around each forward of the decoder; closing `scope` removes it."""
         raise NotImplementedError
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
-        """Install on the attention modules what acts there, whenever forwards need it."""
+        """Install what acts on the attention modules; called whenever forwards need it."""
         raise NotImplementedError
 
     def refuse_missed(self, scope: ScopeState) -> None:
-        """Refuse to go on: a forward has gone past some of what is installed on layers.
+        """Called after a forward that bypassed what is installed on some layers.
 
         Raises:
-            ScopeError: if nobody would hear of it otherwise.
+            ScopeError: if the mechanism does not tolerate that.
         """
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         """Call `act(args, output)` after each forward of `module`, by this press's mechanism.
 
-        What it returns stands for the output, unless it is None.
+        A result of `act` other than None replaces the output.
 
         Returns:
-            What takes it off again.
+            A handle whose `remove()` undoes this.
         """
         raise NotImplementedError

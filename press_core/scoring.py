@@ -1,4 +1,4 @@
-"""Presses that give each token a score and keep the best, and presses made of presses."""
+"""Base classes of presses that score tokens and keep the best, and of presses that wrap presses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from press_core.traits import Needs, Phase
 
 @dataclass
 class BudgetPress(Press):
-    """A press that leaves what fits its budget as it is."""
+    """A press that evicts nothing from a call within its budget."""
 
     def compress(self, call: AttentionCall) -> Eviction:
         n = self.budget(call)
@@ -29,7 +29,7 @@ class BudgetPress(Press):
 
     @abstractmethod
     def spend(self, call: AttentionCall, n: int) -> Eviction:
-        """What is left of `call` if heads keep `n` tokens, fewer than there are."""
+        """What to keep of `call` with a budget of `n` tokens per KV head, `n < S`."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class TokenScorer(BudgetPress):
     """A press that gives each token a score and keeps the best.
 
     Attributes:
-        independent: class attribute; whether a token's score depends on no other token.
+        independent: class attribute; whether a token's score does not depend on other tokens.
     """
 
     @property
@@ -45,34 +45,34 @@ class TokenScorer(BudgetPress):
         return False
 
     def score(self, call: AttentionCall) -> Tensor:
-        """The formula: scores `(B, H_kv, S)`, floating point, the higher the better."""
-        raise NotImplementedError(f"{type(self).__name__} says nowhere how it scores tokens")
+        """The formula: scores `(B, H_kv, S)`, floating point, higher is better."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
     def checked_scores(self, call: AttentionCall) -> Tensor:
-        """What `score` returns, if tokens can be ranked by it.
+        """The result of `score`, checked for shape, dtype and NaN.
 
         Raises:
-            PressError: naming the press and what it should have returned.
+            PressError: with the press and what its `score` should return.
         """
         scores: Any = self.score(call)
         expected, name = tuple(call.keys.shape[:3]), type(self).__name__
-        given: Any = type(scores).__name__
+        found: Any = type(scores).__name__
         if isinstance(scores, Tensor):
             shape = f"shape {tuple(scores.shape)}"
-            given = shape if scores.is_floating_point() else scores.dtype
-        if given != f"shape {expected}":
+            found = shape if scores.is_floating_point() else scores.dtype
+        if found != f"shape {expected}":
             raise PressError(
-                f"{name}.score returned {given}; scores are a floating-point tensor "
+                f"{name}.score returned {found}; scores are a floating-point tensor "
                 f"(B, H_kv, S), here {expected}"
             )
-        # NaN would be the best of all. The sum tells in a third of the time that there is none.
+        # NaN would rank highest. Checking the sum first takes a third of the time.
         if isnan(scores.detach().sum()) and bool(scores.isnan().any()):
             raise PressError(
-                f"{name}.score returned NaN for some tokens of {call.site.name}, which has no rank "
-                "among numbers; -inf evicts a token first, inf last"
+                f"{name}.score returned NaN for some tokens of {call.site.name}, which cannot be "
+                "ranked; use -inf to evict a token first, inf to evict it last"
             )
         return scores
 
@@ -81,13 +81,13 @@ class TokenScorer(BudgetPress):
 class RatioScorer(RatioPress, TokenScorer):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
 
-    independent = False  # ahead of what a mechanism takes for granted of others
+    independent = False  # overrides the default of a mechanism's ScorerPress
 
 
 # ---- presses made of presses ---------------------------------------------------------------------
 
 READS = Needs.QUERIES | Needs.FORWARD | Needs.HIDDEN_STATES
-"""What a press may read of the forwards that brought the tokens, beside keys and values."""
+"""What a press may read of the forwards that cached its tokens, besides keys and values."""
 
 
 def is_scorer(press: Press) -> bool:
@@ -96,52 +96,52 @@ def is_scorer(press: Press) -> bool:
 
 
 def scores_again(press: Press) -> bool:
-    """Whether a press scores tokens, and can score them again in later forwards."""
+    """Whether a press scores tokens, and can score the same tokens again in later forwards."""
     return is_scorer(press) and Needs.FORWARD not in press.needs
 
 
 SCORER = is_scorer, "a press that scores tokens (a ScorerPress or CriticalKVPress)"
 SCORER_AGAIN = scores_again, f"{SCORER[1]} and can score them again later"
-"""What a field for a press may hold: whether it is such, and in words."""
+"""Arguments of `limited` for a field that holds a press: the check and its description."""
 
 
 def acts_in_prefill_only(press: Press) -> bool:
-    """Whether a press acts around the attention forwards of a prefill, and at no other time."""
+    """Whether a press acts after attention forwards of a prefill, and after no others."""
     return press.phases & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL
 
 
 @dataclass
 class Composition(MeasuredPress):
-    """A press that leaves part of its work to others, which it never changes."""
+    """A press that uses other presses, which it never modifies."""
 
     @property
     def buffered_tokens(self) -> int:
-        """As many as its `hidden_states_buffer_size` says, if a part may ask for them."""
-        may_ask = any(part.needs & READS for part in self.parts)
-        own: int = vars(self).get("hidden_states_buffer_size", 0) if may_ask else 0
+        """The field `hidden_states_buffer_size`, if a part reads hidden states or queries."""
+        reads = any(part.needs & READS for part in self.parts)
+        own: int = vars(self).get("hidden_states_buffer_size", 0) if reads else 0
         return max(own, super().buffered_tokens)
 
 
 @dataclass
 class Around(Composition):
-    """A press around one other.
+    """A press that wraps another.
 
     Attributes:
-        press: the press that it wraps, of the same mechanism.
+        press: the wrapped press, of the same mechanism.
     """
 
     press: Press = limited(MISSING, *SCORER)
 
     @property
     def scorer(self) -> TokenScorer:
-        """The wrapped press, where it has to score tokens."""
+        """The wrapped press, for wrappers whose field only holds scorers."""
         assert isinstance(self.press, TokenScorer)
         return self.press
 
 
 @dataclass
 class Wrapper(Around):
-    """A press around one other, whose budget it has."""
+    """A press that wraps another and uses its budget."""
 
     @property
     def amount(self) -> Amount:

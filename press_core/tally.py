@@ -1,4 +1,4 @@
-"""What a run of a press came to."""
+"""Counts of what a press did in a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ class Tally:
     """What a scope counts while it is open.
 
     Attributes:
-        n_sites: how many attention modules there are.
-        layers: per layer, how many tokens it had seen when it was pruned last, and how many of them
+        n_sites: number of attention modules.
+        layers: per layer, how many tokens it had seen when it was last pruned, and how many of them
             each KV head kept, on average.
         compressions: per layer, how often it was pruned.
-        n_forwards: forwards of the decoder that the scope took part in.
-        n_contexts: those that brought (part of) a context.
-        longest_whole: length of the longest layer that was found filled, and not pruned.
-        missed: depths of attention modules that were not told of a forward that others were.
-        has_lost: whether somebody had put back what was installed on some of them.
+        n_forwards: forwards of the decoder while the scope was open.
+        n_contexts: those of them that were (a chunk of) a prefill.
+        longest_whole: length of the longest layer that was filled before the scope opened, and not
+            pruned.
+        missed: depths of attention modules whose forward bypassed the scope, unlike other ones.
+        has_lost: whether a patch on some of them was replaced by another library.
     """
 
     n_sites: int = 0
@@ -37,7 +38,7 @@ class Tally:
 
     @property
     def compression_count(self) -> int:
-        """How often a layer was pruned, the most of all layers."""
+        """How often a layer was pruned, the maximum over layers."""
         return max(self.compressions.values(), default=0)
 
     @property

@@ -1,4 +1,4 @@
-"""What presses declare of themselves."""
+"""The traits that presses declare: what they read, what they evict, and when they act."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class Needs(Flag):
     ROPE = auto()
     """Rotary position embeddings."""
     FORWARD = auto()
-    """The hidden states of all tokens that it scores: it cannot score them again later."""
+    """Hidden states of all tokens that it scores: it cannot score them again in later forwards."""
     HIDDEN_STATES = auto()
-    """Those of its calls, whether these are about all tokens or the latest alone."""
+    """Hidden states of whichever tokens the call covers; while decoding, the buffered ones."""
     KEY_NORMS = auto()
     """Keys of different norms."""
     MEMORY = auto()
-    """Something of each token, kept from forward to forward; see `Press.remember`."""
+    """Values per token, stored from forward to forward; see `Press.remember`."""
     NEW_POSITIONS = auto()
     """Kept keys rotated to other positions."""
     POSITIONS_ALONE = auto()
-    """Not even keys and values: it goes by where tokens stand."""
+    """Positions only: it reads neither keys nor values."""
     SAME_FOR_ALL_HEADS = auto()
-    """No head by itself: all keep the same tokens."""
+    """Nothing per head: all heads keep the same tokens."""
 
     @classmethod
     def of_parts(cls, parts: Iterable[Needs]) -> Needs:
-        """What a composition needs: all that its parts do; the last two if all of them do."""
+        """The needs of a composition: the union of its parts', but the last two only if shared."""
         known = list(parts)
         only = cls.POSITIONS_ALONE | cls.SAME_FOR_ALL_HEADS
         of_all = reduce(and_, known) if known else cls.NOTHING
@@ -41,19 +41,19 @@ class Needs(Flag):
 
 
 class Evicts(IntEnum):
-    """What a press takes out of a cache layer; a composition takes the most of its parts."""
+    """What a press removes from a cache layer; of a composition, the maximum of its parts."""
 
     NOTHING = 0
     TOKENS = 1
-    """As many of each KV head."""
+    """The same number of tokens of each KV head."""
     PER_HEAD = 2
-    """Other tokens, and another number, of each KV head."""
+    """Tokens whose number may differ between KV heads."""
     CHANNELS = 3
     """Channels of the keys."""
 
     @property
     def needs_attention(self) -> bool:
-        """Whether what is left can be read only by an attention function of its own."""
+        """Whether the pruned layer requires a special attention function."""
         return self >= Evicts.PER_HEAD
 
 
@@ -62,17 +62,17 @@ class Phase(Flag):
 
     NEVER = 0
     PREFILL = auto()
-    """After each attention forward that brings a context into an empty layer."""
+    """After each attention forward of a prefill into an empty layer."""
     DECODING = auto()
-    """After all other attention forwards."""
+    """After each attention forward over a filled layer."""
     BEFORE_DECODING = auto()
     """Before a forward of the decoder over a filled cache."""
     BEFORE_DECODER = auto()
     """Before each forward of the decoder, whose arguments it may change."""
     AFTER_DECODER = auto()
-    """After each of them that brought a context."""
+    """After each forward of the decoder that completed a prefill."""
     CHUNKS = auto()
-    """After every chunk of a prefill in chunks, rather than once all of it is there."""
+    """After every chunk of a chunked prefill, not only after the last one."""
     DECODER = BEFORE_DECODER | AFTER_DECODER
     IN_PREFILL = PREFILL | CHUNKS
     ON_CONTEXTS = IN_PREFILL | AFTER_DECODER

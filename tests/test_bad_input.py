@@ -88,7 +88,7 @@ REFUSED = {
     "PerLayerCompressionPress(knorm, [0.5, 1.0])": r"compression_ratios must be numbers in \[0, ",
     "PerLayerCompressionPress(knorm, ['0.5', '0.5'])": "numbers in",
     "PerLayerCompressionPress(knorm, 0.5)": "compression_ratios must be",
-    "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "cannot be told a compression ratio",
+    "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "does not take a compression ratio",
     "PerLayerCompressionPress(decoding, [0.5])": "after the prefill",
     "PerLayerCompressionPress(FastKVzipPress(), [0.2])": "from each layer separately",
     "DMSPress(knorm, None)": "threshold must be a number",

@@ -156,7 +156,7 @@ def test_a_scope_that_could_not_act_before_the_others_is_refused(model):
     with patch_impl.KnormPress(0.5)(model):
         former = module.forward
         module.forward = lambda *args, **kwargs: former(*args, **kwargs)
-        with pytest.raises(ScopeError, match="somebody has wrapped the forward"):
+        with pytest.raises(ScopeError, match="another library wrapped the forward"):
             patch_impl.SnapKVPress(0.5, window_size=4).register(model)
         with hooks_impl.SnapKVPress(0.5, window_size=4)(model):  # after the patch, as ever
             assert kept(model) == [10, 10, 10]

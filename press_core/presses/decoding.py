@@ -144,7 +144,7 @@ class CompressionRatioDecoding(AtIntervals):
     hidden_states_buffer_size: int = count(256)
     target_compression_ratio: Amount = amount_field(0.5)
 
-    told = "target_compression_ratio"
+    ratio_field = "target_compression_ratio"
     row_by_row = True  # rows of different lengths keep different numbers
 
     def budget(self, call: AttentionCall) -> int:

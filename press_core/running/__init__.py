@@ -1,6 +1,6 @@
-"""Rare ways of running a model, each in a file of its own around the main path.
+"""Special ways of running a model, one per file, outside of the main path.
 
-Each of them is functions in one of these places; a file that is taken out of them can be deleted.
+Each registers its functions in the tuples below; without its entries, its file can be deleted.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     sliding.let_slide,
     quantized.stage,
 )
-"""Where a forward enters the decoder."""
+"""Called when a forward enters the decoder."""
 
 OBSERVED: tuple[Callable[[ScopeState, AttentionPass, AttentionCall], AttentionCall | None], ...] = (
     chunks.wait,
     images.with_images,
 )
-"""Where a context was observed; None: there is nothing to decide about yet."""
+"""Called with the call of a prefill; None if there is nothing to decide about yet."""
 
 
 def decided(press: Press, call: AttentionCall) -> Eviction:
-    """What the press decides, about the heads of all ranks, for those of this one.
+    """The press's decision about the heads of all ranks, restricted to those of this rank.
 
     Raises:
-        UnsupportedInputError: if it reads hidden states that were not kept for it.
+        UnsupportedInputError: if the press reads hidden states that were not buffered.
     """
     try:
         return ranks.of_own_heads(press.evict(ranks.of_all_heads(call)), call)
@@ -49,13 +49,13 @@ def decided(press: Press, call: AttentionCall) -> Eviction:
         if not (call.hidden_states.is_meta and "meta" in str(error)):
             raise
         raise UnsupportedInputError(
-            f"{type(press).__name__} asks for hidden states of {call.site.name} that were not "
-            "kept; the formula that reads them is to declare `needs = Needs.HIDDEN_STATES`"
+            f"{type(press).__name__} reads hidden states of {call.site.name} that were not "
+            "buffered; declare `needs = Needs.HIDDEN_STATES` in the press that reads them"
         ) from error
 
 
 def remembered(press: Press, call: AttentionCall) -> Mapping[str, Tensor]:
-    """What the press remembers of each token, of the heads of this rank."""
+    """The result of `Press.remember` for the heads of this rank."""
     return ranks.own_heads(press.remember(ranks.of_all_heads(call)), call)
 
 

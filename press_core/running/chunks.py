@@ -1,7 +1,7 @@
-"""A prefill in chunks: one prefill to the presses that are open.
+"""Chunked prefill: presses treat all chunks as one prefill.
 
-A forward tells nobody that it is a chunk and no question: two sources are asked, whoever runs a
-prefill by `prefill`, and `generate(prefill_chunk_size=n)`, in whose frames it is written down.
+A prefill chunk looks like a follow-up question; only the caller knows which it is. Two callers are
+recognized: `prefill` below, and `generate(prefill_chunk_size=n)` by its stack frame.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Announced(threading.local):
 
 _announced = _Announced()
 _under_way: WeakSet[Any] = WeakSet()
-"""Caches whose prefill is under way."""
+"""Caches in the middle of a chunked prefill."""
 
 
 def prefill(
@@ -45,11 +45,11 @@ def prefill(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Bring a context into an empty cache chunk by chunk: one prefill to the presses that are open.
+    """Run a chunked prefill into an empty cache; open presses treat it as one prefill.
 
-    Most presses prune when the last chunk has come, as if the context had come at once; until then
-    the cache holds all of it, and beside it hidden states (and queries, for a press that reads
-    them) wait. `BlockPress` around a press that scores by keys and values alone prunes after every
+    Most presses prune after the last chunk, as if the context had been prefilled at once; until
+    then the cache holds all of it, and hidden states (and queries, for a press that reads them) are
+    buffered. `BlockPress` around a press that scores by keys and values only prunes after every
     chunk: its cache never holds more than the budget and a chunk.
 
     Args:
@@ -57,14 +57,14 @@ def prefill(
         input_ids: `(B, S)`.
         past_key_values: an empty `DynamicCache`.
         chunk_size: tokens of a chunk; the last one may be shorter.
-        attention_mask: `(B, S)`, zero where there is padding.
-        kwargs: for every forward.
+        attention_mask: `(B, S)`, zero for padding.
+        kwargs: passed to every forward.
 
     Returns:
         The output of the last forward.
 
     Raises:
-        HyperparameterError: if `chunk_size` is no number of tokens.
+        HyperparameterError: if `chunk_size` is less than 1.
     """
     if chunk_size < 1:
         raise HyperparameterError(f"chunk_size={chunk_size!r}: chunk_size must be 1 or more")
@@ -85,15 +85,15 @@ def prefill(
 
 
 def is_under_way(cache: Any) -> bool:
-    """Whether more of a prefill in chunks is to come into a cache."""
+    """Whether a cache is in the middle of a chunked prefill."""
     return bool(_under_way) and cache in _under_way
 
 
 def announce(scope: ScopeState, forward: Forward) -> None:
-    """Find out whether a forward is a chunk, and how much is to come.
+    """Find out whether a forward is a prefill chunk, and how many tokens follow.
 
     Raises:
-        UnsupportedInputError: if the press takes a context in one forward.
+        UnsupportedInputError: if the press requires the context in one forward.
     """
     cache = forward.cache
     if cache is None or torch.compiler.is_compiling():
@@ -107,12 +107,12 @@ def announce(scope: ScopeState, forward: Forward) -> None:
     at_once = Phase.AFTER_DECODER in phases and Phase.PREFILL not in phases
     if is_chunk and (at_once or Phase.BEFORE_DECODER in phases):
         raise UnsupportedInputError(
-            f"{type(scope.press).__name__} takes a context in one forward, and this is a chunk of "
-            "a prefill; leave out prefill_chunk_size"
+            f"{type(scope.press).__name__} needs the context in one forward, but this is a chunk "
+            "of a prefill; leave out prefill_chunk_size"
         )
     if forward.n_remaining:
         _under_way.add(cache)
-    # As long as more is to come a failure alone ends it.
+    # If more chunks follow, only a failure ends the prefill.
     when = forward.at_failure if forward.n_remaining else forward.at_end
     when.append(partial(_under_way.discard, cache))
 
@@ -126,14 +126,14 @@ def _n_remaining(forward: Forward) -> int:
     variables = frame.f_locals
     chunks, chunk = variables.get("input_chunks", ()), variables.get("input_chunk")
     index = next((i for i, other in enumerate(chunks) if other is chunk), len(chunks))
-    return sum(later.shape[-1] for later in chunks[index + 1 :])
+    return sum(chunk.shape[-1] for chunk in chunks[index + 1 :])
 
 
 def wait(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> AttentionCall | None:
-    """The call over all of a context once its last chunk has come; None before.
+    """The call over the whole context after its last chunk; None before.
 
-    A press that prunes after every chunk gets each of them. For others the states of the chunks
-    wait, so that they see the context as if it had come at once.
+    A press that prunes after every chunk gets each of them. For others the states of the chunks are
+    buffered, so that they see the context as in one forward.
     """
     n_remaining = passed.forward.n_remaining
     layer = known(passed.cache, passed.site.layer_idx)
@@ -153,7 +153,7 @@ def wait(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> Atten
 
 
 def _chunk(passed: AttentionPass, call: AttentionCall) -> AttentionCall:
-    """A chunk of a prefill and what is kept of those before it."""
+    """The call over a prefill chunk and what is kept of earlier chunks."""
     layer, ids = known(passed.cache, passed.site.layer_idx), call.at.ids
     if ids is None:
         n, device = passed.hidden_states.shape[1], call.keys.device

@@ -1,4 +1,4 @@
-"""Copies of a model that are made inside a scope: they are clean."""
+"""Hooks that are not copied with their model: copies made inside a scope are clean."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from press_core.forward import current
 
 
 class Hook:
-    """A hook that does not come along when its model is copied or pickled.
+    """A hook that is not copied or pickled with its model.
 
-    PyTorch's hook dictionaries travel with a module; a copy made inside a scope would be pruned for
+    PyTorch copies a module's hook dictionaries; a copy made inside a scope would be pruned for
     ever. The copy gets a hook that does nothing instead.
 
-    PyTorch notes apart that a hook takes keyword arguments: while another thread puts it on, a
-    forward that runs may call it without. That forward is none of the scope's.
+    PyTorch stores separately that a hook takes keyword arguments: while another thread registers
+    it, a running forward may call it without. The scope takes no part in that forward.
     """
 
     def __init__(self, function: Any) -> None:
@@ -28,11 +28,11 @@ class Hook:
 
 
 class LayerHook(Hook):
-    """A hook of a layer: it does nothing in a forward that no scope has to do with."""
+    """A hook of a layer: it does nothing in a forward that no scope takes part in."""
 
     def __call__(self, *args: Any) -> Any:
         return None if current.forward is None else self.function(current.forward, *args)
 
 
 def do_nothing(*_: Any) -> None:
-    """What is left of a hook in a copy of its model."""
+    """Replaces a hook in a copy of its model."""

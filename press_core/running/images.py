@@ -1,4 +1,4 @@
-"""Images: their tokens see later ones of the same image."""
+"""Images: attention within an image is bidirectional in some models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from press_core.scope import ScopeState
 
 
 def _bidirectional(scope: ScopeState, passed: AttentionPass) -> Tensor | None:
-    """Which later ones the tokens see, `(B, q, q)` bool, if the press may ask; None: none."""
+    """Which later tokens each token sees, `(B, q, q)` bool; None: none, or no queries are read."""
     n = passed.hidden_states.shape[1]
     if n == 1 or not scope.traits.reads_queries:
         return None
@@ -23,15 +23,15 @@ def _bidirectional(scope: ScopeState, passed: AttentionPass) -> Tensor | None:
 
 
 def with_images(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> AttentionCall:
-    """The call with what tokens see of later ones."""
+    """The call with its bidirectional attention mask, if there is one."""
     seen = _bidirectional(scope, passed)
     return call if seen is None else call.replace(at=replace(call.at, bidirectional=seen))
 
 
 def require_causal(scope: ScopeState, passed: AttentionPass) -> None:
-    """Refuse tokens that see later ones where the press will judge them together with others."""
+    """Raise on bidirectional attention, if the press scores these tokens with those of others."""
     if _bidirectional(scope, passed) is not None:
         raise UnsupportedInputError(
-            f"{type(scope.press).__name__} reads attention weights, and in {passed.site.name} "
-            "tokens of an image see later ones; let it come with the context, in one forward"
+            f"{type(scope.press).__name__} reads attention weights, but in {passed.site.name} "
+            "tokens of an image see later ones; pass images with the context, in one forward"
         )

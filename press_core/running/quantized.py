@@ -1,4 +1,4 @@
-"""Quantized caches: exact keys are judged, and what is left of them is quantized."""
+"""Quantized caches: a press sees exact keys, and the kept ones are quantized afterwards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from press_core.forward import Forward
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Phase
 
-# Later releases than 5.2 reorder what is quantized when they next dequantize it.
+# Releases after transformers 5.2 reorder quantized states when they next dequantize them.
 _REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
 
 
 class PrunedQuantizedLayer(PrunedLayer):
-    """A pruned layer that quantizes groups of states, and keeps the latest as they are."""
+    """A pruned layer that quantizes groups of states, and stores the latest ones exactly."""
 
     @property
     def n_slots(self) -> int:
@@ -60,7 +60,7 @@ class PrunedQuantizedLayer(PrunedLayer):
         raise UnsupportedCacheError("a quantized layer cannot give back its latest tokens")
 
     def select_rows(self, rows: Tensor) -> None:
-        # transformers would select those of the tokens that wait to be quantized, and no others.
+        # transformers would select rows only of the tokens that are not quantized yet.
         raise UnsupportedCacheError(
             "rows of a quantized layer cannot be selected or repeated, nor its beams reordered by "
             "transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
@@ -71,7 +71,7 @@ class PrunedQuantizedLayer(PrunedLayer):
 
 
 class StagingLayer(DynamicLayer):
-    """Stands in for an empty quantized layer during a prefill, so that exact keys are judged."""
+    """Replaces an empty quantized layer during a prefill, so that a press sees exact keys."""
 
     def __init__(self, quantized: QuantizedLayer) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class StagingLayer(DynamicLayer):
 
 
 class PrunedStagingLayer(PrunedLayer):
-    """Of exact states that are to be quantized."""
+    """A pruned layer of exact states, which are quantized when they are stored."""
 
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         return PrunedQuantizedLayer(self.inner.quantized).holding(keys, values)
@@ -96,7 +96,7 @@ OPEN_KINDS.append(QuantizedLayer)
 
 
 def stage(scope: ScopeState, forward: Forward) -> None:
-    """Let the layers of an empty quantized cache keep exact states until they are judged."""
+    """Let the layers of an empty quantized cache hold exact states until they are pruned."""
     layers = getattr(forward.cache, "layers", [])
     if not forward.is_context or not scope.traits.phases & (Phase.IN_PREFILL | Phase.AFTER_DECODER):
         return
@@ -110,8 +110,8 @@ def stage(scope: ScopeState, forward: Forward) -> None:
             PrunedQuantizedLayer(layer).check_shape(left)
         if forward.n_remaining or Phase.AFTER_DECODER in scope.traits.phases:
             raise UnsupportedCacheError(
-                "a quantized cache gives back no exact keys of earlier chunks or layers, which a "
-                "press would judge; prefill it at once, or use a DynamicCache"
+                "a quantized cache gives back no exact keys of earlier chunks or layers, which the "
+                "press needs; prefill in one forward, or use a DynamicCache"
             )
         layers[site.layer_idx] = StagingLayer(layer)
         forward.at_failure.append(partial(layers.__setitem__, site.layer_idx, layer))

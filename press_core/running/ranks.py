@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank holds some heads of a layer, and a press is to see them all.
+"""Tensor parallelism: each rank holds some heads of a layer, but a press sees all of them.
 
-What a press decides about one head may depend on all others (a shared budget, a mean over heads).
-So that every press, whoever wrote it, decides as in one process, the ranks put together what they
-hold of a call, all of them decide the same, and each stores its own heads.
+A press's decision about a head may depend on all others (a shared budget, a mean over heads). So
+that any press decides as in a single process, the ranks gather the calls of all heads, each rank
+makes the same decision, and each stores its own heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from press_core.observed import Query
 
 
 def of_all_heads(call: AttentionCall) -> AttentionCall:
-    """The call as one process would have observed it."""
+    """The call over the heads of all ranks, as a single process would observe it."""
     group, n_local = call.site.ranks, call.keys.shape[1]
     if group.process_group is None:
         return call
@@ -46,7 +46,7 @@ _DECIDED = "keys", "values", "kept", "rotary_positions", "head_mask", "channels"
 
 
 def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
-    """What was decided about all heads, for those of this rank, which `call` was observed of."""
+    """An eviction for all heads, restricted to those of this rank, which `call` is over."""
     if call.site.ranks.process_group is None:
         return eviction
     if eviction.is_whole and not eviction.carried:
@@ -60,6 +60,6 @@ def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
 
 
 def own_heads(known: Mapping[str, Tensor], call: AttentionCall) -> dict[str, Tensor]:
-    """Of what is known of all heads, what is known of those of this rank."""
+    """Values of all heads, restricted to those of this rank."""
     n = call.keys.shape[1]
     return {name: call.site.ranks.own(x, n) for name, x in known.items()}

@@ -1,4 +1,4 @@
-"""Bare caches of models whose layers slide: they keep a window, as caches made for the model do."""
+"""Caches made without a config, in models with sliding-window layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from press_core.scope import ScopeState
 
 
 def let_slide(scope: ScopeState, forward: Forward) -> None:
-    """Let a bare cache keep a window of layers that slide.
+    """Give a cache made without a config sliding-window layers, as one made for the model has.
 
-    The model makes the masks of all layers for the first where no layer says that it slides.
+    If no cache layer is a sliding one, the model makes all masks for the length of the first layer.
     """
     cache = forward.cache
     windows = {other.site.layer_idx: other.window for other in scope.bystanders if other.window}

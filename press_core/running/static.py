@@ -1,8 +1,8 @@
-"""Static caches: buffers whose shape stays, so that a step compiles once.
+"""Static caches: buffers of fixed shape, so that a decode step compiles once.
 
-What is kept stands at the front of a buffer that has room for as many tokens more as before. Counts
-are kept twice: on the device, where they tell the slots to write to, and as numbers, so that a full
-buffer is an error.
+Kept tokens are stored at the front of a buffer with room for as many further tokens as before the
+pruning. The number of filled slots is stored twice: as a tensor on the device, to compute the slots
+to write to, and as an int, to raise when the buffer is full.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from press_core.errors import UnsupportedCacheError
 
 
 class Buffer:
-    """Keys and values `(B, H_kv, room, d)` of which the first are filled.
+    """Keys and values `(B, H_kv, room, d)` whose first slots are filled.
 
     Attributes:
-        used: how many slots are; `filled` is that number on the device.
-        whole: as many tokens as the cache was made for.
+        used: number of filled slots; `filled` is the same number on the device.
+        whole: number of tokens that the cache was made for.
     """
 
     is_initialized = True
     offload, prefetch = CacheLayerMixin.offload, CacheLayerMixin.prefetch
 
     def __init__(self, keys: Tensor, values: Tensor, n_free: int, whole: int) -> None:
-        """Hold `keys` and `values` `(B, H_kv, n, d)`, with room for `n_free` tokens more."""
+        """Store `keys` and `values` `(B, H_kv, n, d)`, with room for `n_free` further tokens."""
         self.keys: Any = pad(keys, (0, 0, 0, n_free))
         self.values: Any = pad(values, (0, 0, 0, n_free))
         self.dtype, self.device, self.whole = keys.dtype, keys.device, whole
         self.used = keys.shape[-2]
         self.filled = torch.tensor(self.used, device=keys.device)
         if not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.filled):  # which CUDA graphs may rely on
+            for tensor in (self.keys, self.values, self.filled):  # for CUDA graphs
                 torch._dynamo.mark_static_address(tensor)
 
     @property
@@ -46,7 +46,7 @@ class Buffer:
         return int(self.keys.shape[-2])
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these alone, `(B, H_kv, n, d)`."""
+        """Replace the contents by `keys` and `values` `(B, H_kv, n, d)`."""
         self.used = keys.shape[2]
         self.filled.fill_(self.used)
         self.keys[:, :, : self.used], self.values[:, :, : self.used] = keys, values
@@ -55,13 +55,13 @@ class Buffer:
         """Append states; returns the whole buffers.
 
         Raises:
-            UnsupportedCacheError: if there is no room for them.
+            UnsupportedCacheError: if the buffer is full.
         """
         n, room = keys.shape[-2], self.max_cache_len - self.used
         if n > room:
             raise UnsupportedCacheError(
-                f"the static cache is full: it has room for {room} tokens more, and {n} came; make "
-                "it longer, StaticCache(config, max_cache_len=...), or use a DynamicCache"
+                f"the static cache is full: it has room for {room} tokens, and {n} are appended; "
+                "make it longer, StaticCache(config, max_cache_len=...), or use a DynamicCache"
             )
         slots = torch.arange(n, device=self.keys.device) + self.filled
         self.filled.add_(n)
@@ -76,9 +76,9 @@ class Buffer:
 
 
 class PrunedStaticLayer(PrunedLayer):
-    """A pruned layer in a buffer; it counts with tensors, as static layers of `transformers` do.
+    """A pruned layer in a buffer; its lengths are tensors, as in static layers of `transformers`.
 
-    What it stands for is a `StaticLayer` that nothing was evicted from, or a `Buffer`.
+    It wraps a `StaticLayer` that nothing was evicted from, or a `Buffer`.
     """
 
     @property
@@ -101,7 +101,7 @@ class PrunedStaticLayer(PrunedLayer):
 
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         if isinstance(self.inner, Buffer) and keys.shape[2] <= self.max_cache_len:
-            self.inner.fill(keys, values)  # in place: nothing is allocated
+            self.inner.fill(keys, values)  # in place, without allocating
             return PrunedStaticLayer(self.inner)
         n_free, whole = self.max_cache_len - self.n_slots, self.get_max_length()
         return PrunedStaticLayer(Buffer(keys, values, n_free, whole))
@@ -110,7 +110,7 @@ class PrunedStaticLayer(PrunedLayer):
         return StaticLayer(self.get_max_length())
 
     def check_shape(self, left: str) -> None:
-        if "channels" in left or "later" in left:  # buffers have one width, and one start
+        if "channels" in left or "later" in left:  # a buffer has one width, and its heads one start
             raise UnsupportedCacheError(
                 f"the press keeps {left}, which a static cache cannot store; use a DynamicCache"
             )
@@ -123,7 +123,7 @@ class PrunedStaticLayer(PrunedLayer):
         self.keys, self.values = self.keys[rows], self.values[rows]
 
     def get_max_length(self) -> int:
-        """As many tokens as the cache was made for."""
+        """Number of tokens that the cache was made for."""
         return int(getattr(self.inner, "whole", self.max_cache_len))
 
     get_max_cache_shape = get_max_length  # of transformers 5.2
