@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # help has to come at once, and this imports pandas
+if TYPE_CHECKING:  # this imports pandas, which would slow --help down
     from experiments.framework.experiment import AnyExperiment
 
 QUESTION = (
@@ -17,34 +17,39 @@ QUESTION = (
 """What the study asks."""
 
 EXPERIMENTS: dict[str, str] = {
-    "equivalence": "Check that both mechanisms leave the same bits.",
-    "architectures": "Sweep every decoder of transformers with tiny weights.",
-    "intrusiveness": "Audit what each mechanism, and each library, touches.",
-    "isolation": "See which other models, copies and caches a press changes.",
-    "coexistence": "See who gets along with accelerate, PEFT, torch.compile...",
-    "overhead": "Time decode steps with a press open, by mechanism.",
-    "throughput": "Measure speed, memory and what fits, on any model.",
+    "equivalence": "Check that both mechanisms give bit-identical results.",
+    "architectures": "Test every decoder of transformers with tiny random weights.",
+    "intrusiveness": "Audit what each mechanism, and each library, changes.",
+    "isolation": "Show which other models, copies and caches a press changes.",
+    "coexistence": "Test presses together with accelerate, PEFT, torch.compile...",
+    "overhead": "Time decode steps while a press is open, by mechanism.",
+    "throughput": "Measure speed, memory and maximum context, on any model.",
     "headwise": "Compare budgets shared among heads with equal ones.",
-    "quality": "Measure what eviction costs in answers, press by press.",
-    "error": "Tell in which layers and heads an eviction hurts.",
+    "quality": "Measure how eviction changes answer accuracy, by press.",
+    "error": "Show in which layers and heads eviction causes errors.",
     "evaluate": "Sweep models, presses and datasets; can be interrupted.",
     "streaming": "Stream thousands of tokens through bounded caches.",
     "seeds": "Draw contexts from other seeds: which findings hold?",
     "trace": "Follow one forward step by step, hook and patch side by side.",
 }
-"""Modules of `experiments.questions`, in the order of the report, and the help of their commands.
+"""Modules of `experiments.questions`, in the order of the report, with their commands' help.
 
-Each has an `EXPERIMENT`, an `experiments.framework.experiment.Experiment`.
+Each module defines `EXPERIMENT`, an `experiments.framework.experiment.Experiment`.
 """
 
 
 class UserError(Exception):
-    """What was asked for cannot be done; the message says why, and what to ask for instead."""
+    """A request cannot be carried out; the message says why and what to do instead."""
 
 
 @contextmanager
 def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[None]:
-    """Make a `UserError` of `errors` of the block: what cannot be done, why, and what to do."""
+    """Turn `errors` raised in the block into a `UserError`.
+
+    Args:
+        what: what failed, such as "cannot read a.csv"; the reason is appended.
+        advice: what to do, appended to the reason.
+    """
     try:
         yield
     except errors as error:
@@ -53,11 +58,11 @@ def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[
 
 
 def library(name: str, extra: str = "evaluate", otherwise: str = "") -> Any:
-    """A module of a library that is not always there.
+    """Import a module of an optional dependency.
 
     Args:
-        extra: of this package, which brings it.
-        otherwise: what else to do where it is not installed.
+        extra: the extra of this package that installs it.
+        otherwise: an alternative to installing it, appended to the error message.
 
     Raises:
         UserError: if it is not installed.

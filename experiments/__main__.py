@@ -1,4 +1,4 @@
-"""`python -m experiments`: the front door."""
+"""Entry point of `python -m experiments`."""
 
 from experiments.cli import app
 

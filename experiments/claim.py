@@ -1,4 +1,4 @@
-"""`python -m experiments claim NAME`: one finding of the study, measured again in a minute."""
+"""`python -m experiments claim NAME`: repeat one finding of the study in about a minute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.framework.results import read_parts
 
 
 def committed(results: Path) -> dict[str, tuple[AnyExperiment, Finding]]:
-    """Findings of the study in `results` that can be measured again, by anchor."""
+    """Findings of the study in `results` that can be repeated, by anchor."""
     return {
         part.anchor(finding.name): (part.experiment, finding)
         for part in read_parts(results, load_experiments())
@@ -24,21 +24,21 @@ def committed(results: Path) -> dict[str, tuple[AnyExperiment, Finding]]:
 
 
 def measured_again(experiment: AnyExperiment, name: str) -> Finding:
-    """A finding as it comes out here, on its small grid."""
+    """Measure a finding on this machine, with the small grid of its `Claim`."""
     tables = measured(experiment, experiment.claims[name].options, progress_bar())
-    (here,) = (finding for finding in experiment.findings(tables) if finding.name == name)
-    return here
+    (found,) = (finding for finding in experiment.findings(tables) if finding.name == name)
+    return found
 
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(help="Of the finding.", show_default="list them")
+        str | None, typer.Argument(help="Name of the finding.", show_default="list them")
     ] = None,
     results: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("results"),
 ) -> None:
-    """Measure one finding of the study again, small, and tell whether it agrees.
+    """Measure one finding of the study again, on a small grid, and compare the numbers.
 
-    Exits with status 1 if it differs.
+    Exits with status 1 if they differ.
     """
     known = committed(results)
     if name is None:

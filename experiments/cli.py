@@ -1,7 +1,7 @@
-"""The front door: `python -m experiments --help`.
+"""The command line: `python -m experiments --help`.
 
-Help has to come at once, and the modules behind the commands import torch: each is imported when
-its command is called, and not before.
+The modules behind the commands import torch, which would slow `--help` down, so each is imported
+only when its command is called.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from experiments import EXPERIMENTS, QUESTION, UserError
 _HELP = f"""\
 {QUESTION}
 
-Every press (a policy that evicts tokens from the cache) is built here twice: with PyTorch's own \
-hooks, and with reversible patches of the attention forwards. The commands below watch both at \
-work, check that both leave the same bits, and measure what each costs.
+Every press (a policy that evicts tokens from the cache) is implemented twice: with PyTorch's own \
+hooks, and with reversible patches of the attention forwards. The commands below show both at \
+work, check that their results are bit-identical, and measure what each costs.
 
 New here? Start with [bold]trace[/bold]; [bold]study[/bold] runs everything and writes one page.
 """
 
 
 class _Entry(NamedTuple):
-    """A command, known by its name and help before its module is imported."""
+    """What `--help` needs to know of a command without importing its module."""
 
     panel: str
     help: str
@@ -42,12 +42,12 @@ def _experiment(name: str, panel: str = "Measure") -> _Entry:
 
 
 _CLAIM = "Measure one finding of the study again; without a name, list them."
-_COMPRESS = "Compress a text once, to be asked about later with `ask`."
-_ASK = "Ask about a text that was compressed with `compress`, without reading it again."
+_COMPRESS = "Compress a text into a file, for questions with `ask`."
+_ASK = "Ask questions about a text that `compress` has compressed, without a new prefill."
 _STUDY = "Run all experiments and write tables, figures and the report."
 _REPORT = "Rebuild the figures and the report of a study from its tables."
 _TRAIN = "Train the small models that ship with the study."
-_README = "Rewrite the tables of README and docs/ from the committed results."
+_README = "Update the tables in README and docs/ from the committed results."
 
 COMMANDS: dict[str, _Entry] = {
     "trace": _experiment("trace", "Look"),
@@ -60,11 +60,11 @@ COMMANDS: dict[str, _Entry] = {
     "readme": _Entry("Report", _README, "experiments.framework.readme"),
     "train": _Entry("Models", _TRAIN, "experiments.testbed.training"),
 }
-"""Commands in the order in which a newcomer needs them."""
+"""Commands in the order of `--help`: what a new user needs first comes first."""
 
 
 class FrontDoor(TyperGroup):
-    """Imports the module of a command when it is called; tells user errors in one line."""
+    """Imports a command's module when it is called, and prints user errors in one line."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
@@ -77,7 +77,8 @@ class FrontDoor(TyperGroup):
         except Exception as error:
             from press_core.errors import PressError
 
-            users = isinstance(error, (UserError, PressError, OSError))  # say what to do instead
+            # The messages of these say what to do instead.
+            users = isinstance(error, (UserError, PressError, OSError))
             if ctx.params.get("debug") or not users or isinstance(error, BrokenPipeError):
                 raise
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
@@ -91,7 +92,7 @@ def _load(name: str) -> Any:
 
         command = command_of(module.EXPERIMENT)
     app = typer.Typer(add_completion=False)
-    # Typer breaks lines where a docstring breaks them; a blank line parts paragraphs.
+    # Typer keeps a docstring's line breaks: join the lines of each paragraph.
     help_ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     app.command(name, help=help_)(command)
     return get_command(app)
@@ -103,7 +104,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # a traceback that is shown is asked for: show it as it is
+    pretty_exceptions_enable=False,  # --debug shows the plain traceback
 )
 
 
@@ -114,13 +115,13 @@ def _front_door(
         typer.Option(
             "--debug",
             envvar="HOOK_OR_PATCH_DEBUG",
-            help="Show the traceback of an error, rather than one line.",
+            help="Show the full traceback of an error instead of one line.",
         ),
     ] = False,
 ) -> None:
-    """Options of all commands; `FrontDoor` reads them."""
+    """Declare the options of all commands, which `FrontDoor` reads."""
 
 
 for _name, _entry in COMMANDS.items():
-    # `--help` lists it; `FrontDoor` puts the command in its place when it is called.
+    # A placeholder for `--help`; `FrontDoor` replaces it when the command is called.
     app.command(_name, help=_entry.help, rich_help_panel=_entry.panel)(lambda: None)

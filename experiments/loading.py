@@ -1,4 +1,4 @@
-"""Loading the models that experiments run on: shipped with the repository, local, from the hub."""
+"""Load the models that experiments run on: shipped with the repository, local or from the hub."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox", "stdlib-neox-sink")
 _SHIPPED = f"a shipped model ({', '.join(SHIPPED)})"
 _MODELS = Path(__file__).parent / "models"
 _OF_THE_REPOSITORY = ("revision", "subfolder", "local_files_only", "trust_remote_code")
-"""Arguments that the tokenizer is told too."""
+"""Arguments of `from_pretrained` that are passed for the tokenizer too."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class ModelNotFoundError(UserError):
-    """There is no model of the name that was given."""
+    """The given name matches no model."""
 
 
 def load_model(
@@ -46,11 +46,12 @@ def load_model(
     Args:
         name: a short name from `SHIPPED`, the path of a folder that `save_pretrained` wrote, or the
             id of a model on the hub, which is downloaded if it is not in the local cache.
-        dtype: of the weights, whatever they are stored in; or its name, such as "bfloat16".
+        dtype: dtype of the loaded weights, or its name, such as "bfloat16"; the stored weights are
+            converted.
         attn_implementation: "eager", "sdpa", "flex_attention" and so on.
-        device: where to put the model; the CPU by default. "auto" spreads it over all devices that
-            there are, and over memory and disk where it does not fit (needs accelerate).
-        model_kwargs: more for `from_pretrained`.
+        device: device of the model; the CPU by default. "auto" spreads it over all available
+            devices, and over memory and disk if it does not fit (needs accelerate).
+        model_kwargs: further arguments of `from_pretrained`.
 
     Raises:
         ModelNotFoundError: if `name` is none of the three, or the hub cannot be reached.
@@ -61,7 +62,7 @@ def load_model(
     shared = {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
     folder = local_folder(name)
     bars = logging.is_progress_bar_enabled()
-    if folder is not None:  # small local files; a download keeps its bar
+    if folder is not None:  # local files load fast; only a download shows a progress bar
         logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder or name, **given, **spread)
@@ -82,15 +83,15 @@ def load_model(
 
 
 def short_name(name: str) -> str:
-    """What tables call the model that `load_model(name)` loads: no folder but the last."""
+    """Name of a model in tables: of a path the last folder, else `name` itself."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def local_folder(name: str) -> Path | None:
-    """Where on this machine a model lies; None if `name` can only be a hub id.
+    """Folder in which a model is stored; None if `name` can only be a hub id.
 
     Raises:
-        ModelNotFoundError: if it can be neither.
+        ModelNotFoundError: if `name` is neither such a folder nor a possible hub id.
     """
     folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
     if (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""From a long context to answers: compress it once, ask many questions of what is left.
+"""Answer questions about long contexts: compress a context once, ask many questions about it.
 
 ```python
 answerer = ContextAnswerer(*load_model("facts-llama"))
@@ -8,8 +8,8 @@ pipe = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)  #
 pipe("river alice tea stone of", question="? alice", press=SnapKVPress(0.5), max_new_tokens=1)
 ```
 
-Both do the same. Importing this module, and nothing else of this project, adds the name
-`"kv-press-text-generation"` to the pipelines that `transformers` knows.
+Both do the same. Importing this module registers the pipeline `"kv-press-text-generation"` in
+`transformers`; no other module of this project does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class KVPressTextGenerationPipeline(Pipeline):
     pipe(saved, question="? bob")
     ```
 
-    Options are those of `ContextAnswerer.__call__`, here or when the pipeline is made. Contexts may
-    also come as a generator or a dataset, whose items are texts or mappings with "context" and
+    Options are those of `ContextAnswerer.__call__`, given to the call or to the constructor.
+    Contexts may also be a generator or a dataset of texts or of mappings with "context" and
     "questions".
     """
 
@@ -61,7 +61,7 @@ class KVPressTextGenerationPipeline(Pipeline):
     ) -> Any:
         """Answer one question (`{"answer": ...}`) or several (`{"answers": [...]}`) per context.
 
-        Without any question the model goes on after the context: `{"answer": ...}`.
+        Without a question the model continues the context: `{"answer": ...}`.
         """
         if question is not None and questions is not None:
             raise UserError("both question and questions were given; give one of the two")
@@ -80,7 +80,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         return {"questions": questions}, options, {"single": single}
 
     def preprocess(self, item: Any, questions: Any = None) -> dict[str, Any]:
-        """One context with its questions, not yet as tokens: a batch of texts pads less."""
+        """One context with its questions, as text: the answerer tokenizes and pads it."""
         if isinstance(item, Mapping):
             return {"contexts": item["context"], "questions": item.get("questions", questions)}
         return {"contexts": item, "questions": questions}
@@ -94,7 +94,7 @@ class KVPressTextGenerationPipeline(Pipeline):
 
 
 def _have_questions(inputs: Any) -> bool:
-    """Whether contexts bring their own questions: mappings, or what yields items one by one."""
+    """Whether the items may hold their own questions: mappings, generators and datasets."""
     first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else inputs
     return not isinstance(first, (str, list, tuple, SavedContext))
 

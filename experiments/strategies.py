@@ -1,4 +1,4 @@
-"""Hypothesis strategies for models, inputs and presses, to compose into tests of one's own.
+"""Hypothesis strategies for models, inputs and presses, to build your own tests from.
 
 ```python
 @given(strategies.press_pairs("SnapKVPress"), strategies.inputs(my_model.config.vocab_size))
@@ -12,7 +12,7 @@ def test_my_press_is_the_same_twice(case):
     assert case.difference() is None
 ```
 
-What is drawn is described by numbers, so that a failing case prints as a few readable lines.
+Drawn values are small specifications, so a failing case prints as a few readable lines.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_LENGTH = 80
 
 
 class Heads(NamedTuple):
-    """Shape of the attention of a model."""
+    """Attention dimensions of a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -65,8 +65,8 @@ class ModelSpec(NamedTuple):
     """A small model with seeded random weights; equal specs share one model.
 
     Attributes:
-        num_layers: attention layers; hybrid families get as many sliding ones in between.
-        heads: families without grouped heads use `num_heads` and `head_dim` of it.
+        num_layers: attention layers; hybrid families get as many sliding-window layers in between.
+        heads: families without GQA use only `num_heads` and `head_dim`.
     """
 
     family: str
@@ -77,22 +77,22 @@ class ModelSpec(NamedTuple):
     device: str = "cpu"
 
     def build(self) -> PreTrainedModel:
-        """The model; to be left as it was found, for others have it too."""
+        """The model, which equal specs share: undo every change to it."""
         return _build(self)
 
 
 @cache
 def _build(spec: ModelSpec) -> PreTrainedModel:
     family, num_layers, heads, dtype, implementation, device = spec
-    told: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
-    return build(family, num_layers=num_layers, **told, **heads._asdict()).to(torch.device(device))
+    kinds: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
+    return build(family, num_layers=num_layers, **kinds, **heads._asdict()).to(torch.device(device))
 
 
 class Case(NamedTuple):
     """One comparison of both mechanisms.
 
     Attributes:
-        presses: one per scope, the outermost first.
+        presses: one pair per scope, the outermost first.
     """
 
     model: ModelSpec
@@ -118,7 +118,7 @@ def model_specs(
     max_layers: int = 2,
     device: str = "cpu",
 ) -> ModelSpec:
-    """Models of `families`, each with an attention implementation that its family has."""
+    """Models of `families`, each with an attention implementation that its family supports."""
     offered = {
         family: [name for name in supported_implementations(family) if name in implementations]
         for family in families
@@ -139,7 +139,7 @@ def model_specs(
 
 
 def lengths(max_length: int = MAX_LENGTH, also: Sequence[int] = ()) -> SearchStrategy[int]:
-    """Lengths of a context, in tokens; short ones and those of `also` more often than others."""
+    """Lengths of a context, in tokens; short ones and those in `also` are more frequent."""
     special = st.sampled_from([n for n in (1, 2, *also) if n <= max_length])
     return st.one_of(st.integers(1, max_length), st.integers(1, min(16, max_length)), special)
 
@@ -158,8 +158,8 @@ def inputs(
 
     Args:
         also: lengths to draw often, such as the number of heads.
-        padded: whether rows differ in length; None: both.
-        distinct: no token twice within a row, so that no two tokens tie for no other reason.
+        padded: whether rows differ in length; None: both are drawn.
+        distinct: no token twice within a row, so that equal tokens cause no tied scores.
     """
     longest = draw(lengths(max_length, also).filter(lambda length: length > 1 or not padded))
     if padded is None:
@@ -187,7 +187,7 @@ def inputs(
 
 
 def ratios() -> SearchStrategy[float]:
-    """Compression ratios in [0, 1), the common ones more often than others."""
+    """Compression ratios in [0, 1); common ones are more frequent."""
     common = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99])
     return st.one_of(common, st.floats(0, 1, exclude_max=True))
 
@@ -196,7 +196,7 @@ SCORERS = (
     *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "LagKVPress", "StreamingLLMPress"),
     *("KeyDiffPress", "TOVAPress", "CriticalKVPress", "ObservedAttentionPress", "QFilterPress"),
 )
-"""Presses that are drawn for others to wrap: of each kind of input one or two."""
+"""Presses that wrappers are drawn with: one or two for each kind of input that a score reads."""
 
 _EVEN = (
     *("KnormPress", "SnapKVPress", "PyramidKVPress", "ChunkKVPress", "BlockPress", "ThinKPress"),
@@ -206,55 +206,55 @@ _EVEN = (
 _WHILE_DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
 
 
-def _alike(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
+def _each(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
     return dict.fromkeys(names.split(), drawn)
 
 
 FIELDS: dict[str, SearchStrategy[Any]] = {
-    **_alike("compression_ratio target_compression_ratio", ratios()),
-    **_alike("key_channel_compression_ratio", ratios()),
-    **_alike("head_compression_ratio lazy_threshold", st.floats(0, 1)),
-    **_alike("compression_ratios", st.lists(ratios(), min_size=1, max_size=4)),
-    **_alike("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),
-    **_alike("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
-    **_alike("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
-    **_alike("decoding_press", st.deferred(lambda: press_pairs(*_WHILE_DECODING))),
-    **_alike("n_sink num_sinks sink window sink_size sink_size_start", st.integers(0, 6)),
-    **_alike("sink_size_end n_initial n_retained", st.integers(0, 4)),
-    **_alike("compression_interval n_last", st.integers(1, 3)),
-    **_alike("hidden_states_buffer_size", st.integers(1, 8)),
-    **_alike("recent_size lag_size", st.integers(1, 12)),
-    **_alike("window_size sliding_window_size local_window_size", st.integers(1, 16)),
-    **_alike("n_recent", st.integers(4, 20)),
-    **_alike("chunk_length block_size sketch_dimension", st.integers(1, 24)),
-    **_alike("beta", st.integers(1, 30)),
-    **_alike("chunk_size merge_budget", st.integers(2, 40)),
-    **_alike("target_size", st.integers(1, 60)),
-    **_alike("max_capacity", st.integers(7, 60)),
-    **_alike("n_future_positions", st.integers(1, 64)),
-    **_alike("seed", st.integers(0, 2**16)),
-    **_alike("keep_token_lower_bound", st.sampled_from([0, 3, 100])),
-    **_alike("kernel_size", st.sampled_from([1, 3, 5, 7])),
-    **_alike("epsilon", st.sampled_from([0.0, 1e-3, 1.0])),
-    **_alike("alpha_safeguard recent_ratio first_stage_ratio", st.sampled_from([0.0, 0.2, 1.0])),
-    **_alike("mix_lambda merge_fraction", st.sampled_from([0.0, 0.01, 0.3, 1.0])),
-    **_alike("similarity_threshold", st.sampled_from([-1.0, 0.0, 0.5, 1.0])),
-    **_alike("window_ratio", st.sampled_from([0.0, 0.02, 0.3])),
-    **_alike("tau", st.sampled_from([0.0, 1.0, 5.0, 50.0])),
-    **_alike("threshold", st.floats(-6, 1)),
-    **_alike("blending", st.sampled_from([None, 0.0, 0.5, 1.0])),
-    **_alike("leverage_type", st.sampled_from(["key", "value", "kv_avg", "kv_product"])),
-    **_alike("agg_task agg_group agg_head", st.sampled_from(["max", "mean"])),
-    **_alike("use_covariance use_vnorm use_random_leverage", st.booleans()),
-    **_alike("use_local_approximation cross_scoring normalize_scores", st.booleans()),
-    **_alike("layerwise structured add_v_norm add_mean_across_heads", st.booleans()),
-    **_alike("kvzip_plus_normalization decoding rerotate", st.booleans()),
-    **_alike("prompts", st.just(PROMPTS)),
-    **_alike("delimiter_token_id", st.just(DELIMITER)),
+    **_each("compression_ratio target_compression_ratio", ratios()),
+    **_each("key_channel_compression_ratio", ratios()),
+    **_each("head_compression_ratio lazy_threshold", st.floats(0, 1)),
+    **_each("compression_ratios", st.lists(ratios(), min_size=1, max_size=4)),
+    **_each("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),
+    **_each("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
+    **_each("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
+    **_each("decoding_press", st.deferred(lambda: press_pairs(*_WHILE_DECODING))),
+    **_each("n_sink num_sinks sink window sink_size sink_size_start", st.integers(0, 6)),
+    **_each("sink_size_end n_initial n_retained", st.integers(0, 4)),
+    **_each("compression_interval n_last", st.integers(1, 3)),
+    **_each("hidden_states_buffer_size", st.integers(1, 8)),
+    **_each("recent_size lag_size", st.integers(1, 12)),
+    **_each("window_size sliding_window_size local_window_size", st.integers(1, 16)),
+    **_each("n_recent", st.integers(4, 20)),
+    **_each("chunk_length block_size sketch_dimension", st.integers(1, 24)),
+    **_each("beta", st.integers(1, 30)),
+    **_each("chunk_size merge_budget", st.integers(2, 40)),
+    **_each("target_size", st.integers(1, 60)),
+    **_each("max_capacity", st.integers(7, 60)),
+    **_each("n_future_positions", st.integers(1, 64)),
+    **_each("seed", st.integers(0, 2**16)),
+    **_each("keep_token_lower_bound", st.sampled_from([0, 3, 100])),
+    **_each("kernel_size", st.sampled_from([1, 3, 5, 7])),
+    **_each("epsilon", st.sampled_from([0.0, 1e-3, 1.0])),
+    **_each("alpha_safeguard recent_ratio first_stage_ratio", st.sampled_from([0.0, 0.2, 1.0])),
+    **_each("mix_lambda merge_fraction", st.sampled_from([0.0, 0.01, 0.3, 1.0])),
+    **_each("similarity_threshold", st.sampled_from([-1.0, 0.0, 0.5, 1.0])),
+    **_each("window_ratio", st.sampled_from([0.0, 0.02, 0.3])),
+    **_each("tau", st.sampled_from([0.0, 1.0, 5.0, 50.0])),
+    **_each("threshold", st.floats(-6, 1)),
+    **_each("blending", st.sampled_from([None, 0.0, 0.5, 1.0])),
+    **_each("leverage_type", st.sampled_from(["key", "value", "kv_avg", "kv_product"])),
+    **_each("agg_task agg_group agg_head", st.sampled_from(["max", "mean"])),
+    **_each("use_covariance use_vnorm use_random_leverage", st.booleans()),
+    **_each("use_local_approximation cross_scoring normalize_scores", st.booleans()),
+    **_each("layerwise structured add_v_norm add_mean_across_heads", st.booleans()),
+    **_each("kvzip_plus_normalization decoding rerotate", st.booleans()),
+    **_each("prompts", st.just(PROMPTS)),
+    **_each("delimiter_token_id", st.just(DELIMITER)),
 }
-"""Hyperparameters by the name of the field, small enough for short contexts.
+"""Hyperparameters by field name, small enough for short contexts.
 
-What a press does not allow is not drawn for it, and fields with other names keep their defaults.
+Values that a press does not allow are filtered out; fields that are not listed keep their defaults.
 """
 
 _OWN_FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
@@ -271,7 +271,7 @@ _OWN_FIELDS: dict[str, dict[str, SearchStrategy[Any]]] = {
     "ExpectedAttentionStatsPress": {"n_sink": st.just(4)},
     "FinchPress": {"chunk_length": st.none() | st.integers(1, 40)},
 }
-"""What a press needs otherwise than `FIELDS` says."""
+"""Fields of single presses that override `FIELDS`."""
 
 
 def pairs_of(
@@ -279,13 +279,13 @@ def pairs_of(
     patch: Callable[..., InstalledPress],
     **fields: SearchStrategy[Any],
 ) -> SearchStrategy[PressPair]:
-    """Pairs of any two press classes, both with the same drawn `fields`."""
+    """Pairs of instances of two press classes, both with the same drawn `fields`."""
     drawn = st.fixed_dictionaries(fields)
     return drawn.map(lambda values: PressPair(hook(**values), patch(**values)))
 
 
 def press_pairs(*names: str) -> SearchStrategy[PressPair]:
-    """Pairs of the registered presses called `names` (none: of all), hyperparameters drawn.
+    """Pairs of the registered presses called `names` (none: all), with drawn hyperparameters.
 
     Raises:
         KeyError: if a name is not known.
@@ -304,12 +304,12 @@ def _drawn_pairs(name: str) -> SearchStrategy[PressPair]:
 
 
 def _is_taken(declared: Mapping[str, Any], value: Any) -> bool:
-    """Whether a field that was declared so takes a value; of pairs, the press with hooks."""
+    """Whether a field with this metadata allows a value; of a pair the hook press is checked."""
     return bool(declared.get("holds", lambda value: True)(of_mechanism(value, 0)))
 
 
 def nestable_pairs() -> SearchStrategy[PressPair]:
-    """Pairs of presses that may be opened inside each other, and in any order."""
+    """Pairs of presses that may be nested, in any order."""
     alone = {
         *("ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"),
         *("KVComposePress", "PerLayerCompressionPress", "PrefillDecodingPress", *_WHILE_DECODING),
@@ -334,7 +334,7 @@ def cases(
     max_length: int = MAX_LENGTH,
     scopes: tuple[int, int] = (1, 1),
 ) -> Case:
-    """Models, presses and inputs that go together.
+    """Models with presses that fit them, and inputs.
 
     Args:
         presses: drawn once per scope; None: all registered ones.
@@ -358,7 +358,7 @@ def cases(
 
 
 def fits(presses: PressPair, spec: ModelSpec) -> bool:
-    """Whether the model has the position embeddings, or the gradients, that a press asks for."""
+    """Whether the model has the rotary embedding, or the gradients, that a press needs."""
     no_gradient = spec.attn_implementation == "flex_attention" and spec.device == "cpu"
     if isinstance(presses.hook, hooks_impl.KVgradPress) and no_gradient:
         return False

@@ -1,8 +1,7 @@
-"""All experiments, one after the other, into one folder: tables, figures, manifest and report.
+"""Run all experiments and write tables, figures, manifest and report into one folder.
 
-The study of this project runs on the shipped models and on small ones with random weights. With
-`--model` what makes sense on a model of the user's own runs on that: each experiment says itself
-what (`Experiment.on`).
+By default the study runs on the shipped models and on small ones with random weights. With
+`--model` it runs on the user's model; `Experiment.on` says what each experiment does there.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ def run_plan(
 ) -> list[str]:
     """Run the tasks of `plan` in order and write everything into `output`.
 
-    An experiment that fails takes nothing from the others; the report says that it did. What the
-    same study has finished in that folder before it was interrupted is not run again. Files of a
-    study that was finished, as named by its manifest, are removed first.
+    If an experiment fails, the report says so and the others still run. If the same study was
+    interrupted in this folder, its finished experiments are not run again. Files of a former
+    study, as listed in its manifest, are removed first.
 
     Args:
-        experiments: all that there are, in the order of the report.
-        output: folder for the CSV and SVG files, `run.json`, `report.md` and `report.html`; made
+        experiments: all known experiments, in the order of the report.
+        output: folder for the CSV and SVG files, `run.json`, `report.md` and `report.html`; created
             if absent.
-        console: where progress and tracebacks go.
-        overwrite: whether files that no study has written there may be replaced.
+        console: receives progress and tracebacks.
+        overwrite: whether files that no study has written may be replaced.
 
     Returns:
         Names of the experiments that failed.
 
     Raises:
-        UserError: if the folder cannot be written to, or holds something else.
+        UserError: if the folder cannot be written to, or holds other files that would be lost.
     """
     former = former_study(output, plan.model, plan.names, overwrite=overwrite)
     manifest, order = _begun(plan, former), [each.name for each in experiments]
@@ -63,25 +62,25 @@ def run_plan(
     if len(tasks) < len(plan.tasks):
         console.print(
             f"{len(plan.tasks) - len(tasks)} of {len(plan.tasks)} experiments were finished before "
-            f"an interrupt, and are in {output}; for a study from the start give another --output"
+            f"an interrupt, and are in {output}; to start from scratch give another --output"
         )
     for file in sorted((former.files if former else set()) - manifest.files):
         (output / file).unlink(missing_ok=True)
     write_manifest(manifest, output)
     for number, task in enumerate(tasks, 1):
-        # Plain lines: experiments draw progress bars of their own.
+        # Plain lines, because each experiment draws its own progress bar.
         console.rule(f"{number} of {len(tasks)}: {task.experiment.title}", align="left")
         for entry in _run(task, manifest.versions, output, console):
             manifest = manifest.noting(task.name, entry, order)
             write_manifest(manifest, output)
-        said = f"failed: {entry.error}," if entry.error else "done"
-        console.print(f"{said} in {entry.seconds:.1f} s", markup=False, highlight=False)
+        status = f"failed: {entry.error}," if entry.error else "done"
+        console.print(f"{status} in {entry.seconds:.1f} s", markup=False, highlight=False)
     write_report(output, experiments)
     return [name for name, entry in manifest.experiments.items() if entry.error]
 
 
 def _begun(plan: Plan, former: Manifest | None) -> Manifest:
-    """The manifest of a study of which nothing is done but what stays of an earlier one."""
+    """The manifest of a study at its start, with the entries that a former study leaves to it."""
     made, tasks = environment.environment_info(), {task.name: task for task in plan.tasks}
     made_with = made["commit"], made["versions"]
     kept: dict[str, Entry] = {}
@@ -91,7 +90,7 @@ def _begun(plan: Plan, former: Manifest | None) -> Manifest:
         left_out = {n: why for n, why in former.left_out.items() if n not in tasks} | left_out
         waiting = [*(name for name in former.waiting if name not in tasks), *waiting]
         quick = former.quick
-    elif former and former.waiting:  # it was interrupted
+    elif former and former.waiting:  # the former study was interrupted
         for name, entry in former.experiments.items():
             same = name in tasks and entry.options == repr(tasks[name].planned.options)
             if same and not entry.error and (entry.commit, entry.versions) == made_with:
@@ -109,10 +108,11 @@ def _begun(plan: Plan, former: Manifest | None) -> Manifest:
 
 
 def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -> Iterator[Entry]:
-    """Measure and write.
+    """Run one experiment and write its tables and figures.
 
     Yields:
-        What is to be noted: which files will be written, before they are; in the end, how it went.
+        Entries for the manifest: before files are written, with their names; at the end, with the
+        error and the seconds.
     """
     start, experiment, error = perf_counter(), task.experiment, None
     entry = Entry(
@@ -127,7 +127,7 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
         tables = measured(experiment, task.planned.options, progress_bar())
         yield (entry := entry.model_copy(update={"tables": list(tables)}))
         write_tables(tables, folder)
-        # From here on as whoever rebuilds the report will: from the files.
+        # Figures and report are made from the files, as the command `report` does.
         tables = {name: read_table(folder / f"{name}.csv") for name in tables}
         figures, shown = drawn(experiment, tables)
         yield (entry := entry.model_copy(update={"figures": shown}))
@@ -156,7 +156,7 @@ class Options:
     only: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="Experiment to run; what the folder holds of the others stays. Repeatable.",
+            help="Experiment to run; the folder's results of the others stay. Repeatable.",
             show_default="all",
             callback=one_of(EXPERIMENTS),
         ),
@@ -164,7 +164,7 @@ class Options:
     model: Annotated[
         str | None,
         typer.Option(
-            help="A model of your own to study: a folder that save_pretrained wrote, with its "
+            help="Your own model to study: a folder that save_pretrained wrote, with its "
             "tokenizer, or a hub id.",
             show_default="the shipped models",
         ),
@@ -175,48 +175,48 @@ class Options:
         bool,
         typer.Option(
             "--full",
-            help="The grids of the committed results, for which it takes about half an hour.",
+            help="Use the grids of the committed results, which take about half an hour.",
         ),
     ] = False
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace files that no study has written there, too."),
+        typer.Option("--overwrite", help="Replace files, too, that no study has written."),
     ] = False
 
 
 def _study(flags: dict[str, Any]) -> None:
     """Run all experiments and write tables, figures and the report into one folder.
 
-    Grids are small, for a first look within minutes; --full has those of the committed results.
-    With --model, what makes sense on that model is run on it, after what it takes has been
-    measured and told. The same command goes on where an earlier one was interrupted. Open
-    report.html in the folder afterwards. The exit status is 1 if an experiment failed; the report
-    then holds the results of the others.
+    By default grids are small and take minutes; --full uses those of the committed results. With
+    --model, the experiments that apply to that model run on it, and an estimate of their duration
+    is printed first. After an interrupt, the same command continues the study. Open report.html in
+    the folder afterwards. The exit status is 1 if an experiment failed; the report then holds the
+    results of the others.
     """
-    told = Options(**flags)
-    if told.model is None and (told.dtype, told.device) != ("float32", "cpu"):
+    options = Options(**flags)
+    if options.model is None and (options.dtype, options.device) != ("float32", "cpu"):
         raise UserError("--dtype and --device are for a study of your own model: give --model too")
-    if told.model is not None and told.full:
+    if options.model is not None and options.full:
         raise UserError(
-            "--full is for the shipped models; for more of one experiment on yours give it by "
-            "itself, with the options that its --help lists"
+            "--full is for the shipped models; to run more of one experiment on yours, run its own "
+            "command with the options that its --help lists"
         )
     experiments, console = load_experiments(), Console(stderr=True)
-    own_name = "" if told.model is None else f"-{Path(told.model).resolve().name}"
-    folder = told.output or Path(f"study{own_name}")
-    plan = plan_study(experiments, told.only, full=told.full)
-    if told.model is not None:
-        # Before the model is loaded.
-        former_study(folder, full_name(told.model), plan.names, overwrite=told.overwrite)
-        with console.status(f"getting to know {told.model}"):
-            own = get_to_know(told.model, told.dtype, told.device)
-        plan = plan_on(own, experiments, told.only)
+    own_name = "" if options.model is None else f"-{Path(options.model).resolve().name}"
+    folder = options.output or Path(f"study{own_name}")
+    plan = plan_study(experiments, options.only, full=options.full)
+    if options.model is not None:
+        # Check the folder before the model is loaded.
+        former_study(folder, full_name(options.model), plan.names, overwrite=options.overwrite)
+        with console.status(f"getting to know {options.model}"):
+            own = get_to_know(options.model, options.dtype, options.device)
+        plan = plan_on(own, experiments, options.only)
         console.print(announcement(plan, own))
     try:
-        failed = run_plan(plan, experiments, folder, console, overwrite=told.overwrite)
+        failed = run_plan(plan, experiments, folder, console, overwrite=options.overwrite)
     except KeyboardInterrupt:
         console.print(
-            f"interrupted; the same command goes on with what is in {folder}, and "
+            f"interrupted; the same command continues with what is in {folder}, and "
             f"`python -m experiments report --input {folder}` shows it"
         )
         raise typer.Exit(130) from None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError
-from experiments.answers.compressed import Compressed, compressed, without_change
+from experiments.answers.compressed import Compressed, compressed, independent_copy
 from experiments.answers.kept import SavedContext, check_savable, keep
 from experiments.answers.prompts import (
     Head,
@@ -32,21 +32,21 @@ from press_core.scope import InstalledPress
 logger = logging.getLogger(__name__)
 
 DELIMITER = 2**31 - 1
-"""Token id between context and question for Finch, which takes it out again: in no vocabulary."""
+"""Token id between context and question for Finch, which removes it; it is in no vocabulary."""
 
-_MARK = "\x00question\x00"  # where a chat template is cut
+_MARK = "\x00question\x00"  # marks the position of the question in a chat template
 
 Contexts = str | Sequence[str] | SavedContext
 
 
 class Answered(NamedTuple):
-    """Answers, and what it took.
+    """Answers, and the measured share of evicted tokens.
 
     Attributes:
         answers: a list for each context, with a text or, for `num_return_sequences`, a list of
             texts for each question.
-        evicted: share of the tokens that was evicted, on average over contexts, heads and layers:
-            when the context was compressed or, by presses that act while decoding, in the end.
+        evicted: share of evicted tokens, mean over contexts, heads and layers: after the context
+            was compressed or, for presses that act while decoding, at the end of the answers.
     """
 
     answers: list[list[Any]]
@@ -67,7 +67,7 @@ class ContextAnswerer:
     def __call__(
         self, contexts: Contexts, questions: Questions = None, **options: Any
     ) -> list[Any]:
-        """The answers of `answered`, those about the one context where there is but one."""
+        """The answers of `answered`; if `contexts` is a single context, its answers only."""
         answers = self.answered(contexts, questions, **options).answers
         alone = contexts.is_one if isinstance(contexts, SavedContext) else isinstance(contexts, str)
         return answers[0] if alone else answers
@@ -90,34 +90,34 @@ class ContextAnswerer:
     ) -> Answered:
         """Answer questions about each context.
 
-        The text is context, question, `answer_prefix`, one right after the other: separators are up
-        to the caller. A chat template goes around context and question. All contexts run as one
-        batch; what a row keeps and answers does not depend on the others.
+        The text is the concatenation of context, question and `answer_prefix`, without added
+        separators. A chat template encloses context and question. All contexts run as one batch;
+        the kept tokens and answers of a row do not depend on the other rows.
 
         Args:
-            contexts: one or several; blank ones are taken as they are. Or what `save` has kept, a
-                `SavedContext`: what was said of contexts then is not to be said again.
-            questions: about the context, or about each of several: the same for all, or a list for
-                each. All of them are asked of the same compressed cache, none sees another. None,
-                or an empty one: the model goes on after the context.
-            answer_prefix: how every answer begins, or those about each context.
-            press: of either package; None: nothing is compressed. Of a `SavedContext`: the one that
-                it was compressed with, if that acts while decoding, and else none.
+            contexts: one or several; blank ones are allowed. Or a `SavedContext` that `save` has
+                returned; options for reading contexts must then be left out.
+            questions: one list for all contexts, or a list for each. Every question is asked
+                separately on the same compressed cache. None, or an empty question: the model
+                continues the context.
+            answer_prefix: beginning of all answers, or a list with one for each context.
+            press: a press of either package; None: nothing is compressed. For a `SavedContext`: the
+                press that compressed it if that acts while decoding, else None.
             compress_questions: compress context and question together, for each question anew. If
-                no text follows the question, its last token is run again on the compressed cache,
-                for its first run did not feel the eviction. A `FinchPress` always does this.
-            cache: an empty cache to use, say a QuantizedCache; holds the compressed context
-                afterwards, without the questions.
+                no text follows the question, its last token runs again on the compressed cache,
+                because its first run attended to all tokens. A `FinchPress` always does this.
+            cache: an empty cache to use, such as a QuantizedCache; afterwards it holds the
+                compressed context, without the questions.
             max_context_length: longer contexts lose tokens in their middle, with a warning on the
-                logger of this module; None: none do.
-            chat_template: whether to apply it; None: where there is one.
-            enable_thinking: for chat templates that know the word.
-            template_options: more for `tokenizer.apply_chat_template`.
-            generation: for `model.generate`, which is greedy unless asked to be otherwise, here or
-                by a `generation_config`.
+                logger of this module; None: no limit.
+            chat_template: whether to apply it; None: if the tokenizer has one.
+            enable_thinking: for chat templates that support it.
+            template_options: further arguments of `tokenizer.apply_chat_template`.
+            generation: arguments of `model.generate`; greedy unless these, or a
+                `generation_config`, say otherwise.
 
         Raises:
-            UserError: saying what is wrong with the texts, the cache or the tokenizer.
+            UserError: if the texts, the cache or the tokenizer cannot be used; says why.
             PressError: if the press does not fit model or cache.
         """
         check_press(press)
@@ -148,18 +148,18 @@ class ContextAnswerer:
         press: InstalledPress | None = None,
         **reading: Any,
     ) -> SavedContext:
-        """Compress contexts and keep them in a new file, to be asked later.
+        """Compress contexts and save them to a new file, for later questions.
 
         Args:
-            contexts: one, or several that are asked as one batch.
-            path: of the file; no file is ever written over.
+            contexts: one, or several that are answered as one batch.
+            path: path of the file; an existing file is never overwritten.
             press: as for `answered`.
             reading: max_context_length, chat_template, enable_thinking, template_options, as for
                 `answered`.
 
         Raises:
-            UserError: saying what is wrong with the texts, the press or the tokenizer.
-            PressError: if the press does not fit the model, or its cache cannot be kept.
+            UserError: if the texts, the press or the tokenizer cannot be used; says why.
+            PressError: if the press does not fit the model, or its cache cannot be saved.
         """
         check_savable(path, press)
         heads = self._heads(contexts, Reading(**reading))
@@ -175,7 +175,7 @@ class ContextAnswerer:
         answer_prefix: str | Sequence[str],
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context."""
-        asked = questions_of(len(heads), questions)
+        per_row = questions_of(len(heads), questions)
         prefixes = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
         if not isinstance(prefixes, Sequence) or len(prefixes) != len(heads):
             raise UserError(
@@ -184,7 +184,7 @@ class ContextAnswerer:
             )
         prompts = [
             [Prompt(head, self._encode(q), self._encode(tail + prefix)) for q in per_context]
-            for (head, tail), per_context, prefix in zip(heads, asked, prefixes, strict=True)
+            for (head, tail), per_context, prefix in zip(heads, per_row, prefixes, strict=True)
         ]
         for prompt in (prompt for row in prompts for prompt in row):
             check_length(prompt, self._limit)
@@ -193,7 +193,7 @@ class ContextAnswerer:
     # ---- text to tokens --------------------------------------------------------------------------
 
     def _heads(self, contexts: Any, reading: Reading) -> list[Head]:
-        """Tokens of each context, and the text that comes after a question."""
+        """Token ids of each context, and the chat template's text after the question."""
         return [self._head(text, reading) for text in texts_of("contexts", contexts)]
 
     def _head(self, context: str, reading: Reading) -> Head:
@@ -210,7 +210,7 @@ class ContextAnswerer:
             ids = self._encode(head)
         else:
             ids = self._encode(context, add_special_tokens=True)
-            if ids and ids[-1] == self.tokenizer.eos_token_id:  # the text goes on
+            if ids and ids[-1] == self.tokenizer.eos_token_id:  # a question follows
                 ids.pop()
         if at_most is not None and len(ids) > at_most:
             if at_most < 2:
@@ -219,7 +219,7 @@ class ContextAnswerer:
                 "a context of %d tokens is cut to %d: it loses its middle", len(ids), at_most
             )
             ids = ids[: at_most // 2] + ids[at_most // 2 - at_most :]
-        start = self._special("bos", "eos")  # for a model reads at least one token
+        start = self._special("bos", "eos")  # a prefill needs at least one token
         if not ids and start is None:
             raise UserError(
                 "a context has no tokens, and the tokenizer no token for the start of a text; give "
@@ -228,7 +228,7 @@ class ContextAnswerer:
         return ids or [start], tail
 
     def _special(self, *names: str) -> Any:
-        """The id of the first of some special tokens that the tokenizer has; None: it has none."""
+        """The id of the first of these special tokens that the tokenizer has; None if none."""
         ids = (getattr(self.tokenizer, f"{name}_token_id") for name in names)
         return next((index for index in ids if index is not None), None)
 
@@ -237,12 +237,12 @@ class ContextAnswerer:
 
     @property
     def _limit(self) -> int | None:
-        """How many positions the model was made for."""
+        """`max_position_embeddings` of the model, if its configuration has it."""
         config = self.model.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None)
 
     def _pad_id(self, rows: list[list[int]]) -> int:
-        """The token for padding, which nobody sees: any will do."""
+        """The padding token; its id does not matter, because it is masked."""
         found = self._special("pad", "eos")
         if found is None and len({len(row) for row in rows}) > 1:
             raise UserError(
@@ -270,13 +270,13 @@ class ContextAnswerer:
         flat = [prompt for row in prompts for prompt in row]
         answers: list[Any] = []
         evicted = 0.0
-        step = len(prompts)  # as large a batch as the contexts alone would be
+        step = len(prompts)  # the batch size is the number of contexts
         for start in range(0, len(flat), step):
             part = flat[start : start + step]
             rows = [p.context + p.question for p in part]
             read = [[*p.context, *delimiter, *p.question] for p in part]
-            # A cache holds one batch: if there are more, each has a copy of the empty one.
-            own = cache if len(flat) <= step else without_change(cache)
+            # A cache holds one batch: with several batches, each gets a copy of the empty one.
+            own = cache if len(flat) <= step else independent_copy(cache)
             with compressed(self.model, rows, press, self._pad_id(rows), own, read) as state:
                 answers += self._ask(state, [[prompt.tail] for prompt in part], options)
             evicted += state.evicted * len(part)
@@ -288,22 +288,22 @@ class ContextAnswerer:
     ) -> list[list[Any]]:
         """Answers to the new tokens of each row: the first question of each, then the second...
 
-        Questions of one length are one batch. They are never padded: a mask with holes is more than
-        presses that act while decoding have to understand. Answers end where the model runs out of
+        Questions of the same length form a batch. They are never padded, so presses that act while
+        decoding need no mask with padding between tokens. Answers are cut if the model runs out of
         positions.
         """
         wanted, limit = options["max_new_tokens"], self._limit
-        asked = {(n, i): ids for i, row in enumerate(new) for n, ids in enumerate(row)}
+        tokens = {(n, i): ids for i, row in enumerate(new) for n, ids in enumerate(row)}
 
-        def alike(question: tuple[int, int]) -> tuple[int, int, int]:
-            (n, i), length = question, len(asked[question])
+        def batch_key(question: tuple[int, int]) -> tuple[int, int, int]:
+            (n, i), length = question, len(tokens[question])
             if limit is None or wanted is None:
                 return n, length, wanted or 0
-            # The last token of an answer is not read, and takes no position.
+            # The last token of an answer is never fed to the model, and takes no position.
             return n, length, max(1, min(wanted, limit - state.n_positions(i) - length + 1))
 
         answers: list[list[Any]] = [[None] * len(row) for row in new]
-        for (n, _, at_most), group in groupby(sorted(asked, key=alike), key=alike):
+        for (n, _, at_most), group in groupby(sorted(tokens, key=batch_key), key=batch_key):
             if wanted is not None and at_most < wanted:
                 logger.warning(
                     "answers are cut to %d tokens, not %d, which the %d positions of the model "
@@ -311,7 +311,7 @@ class ContextAnswerer:
                     *(at_most, wanted, limit),
                 )
             rows, own = [i for _, i in group], {**options, "max_new_tokens": at_most or None}
-            sequences = state.generate(rows, [asked[n, i] for i in rows], own)
+            sequences = state.generate(rows, [tokens[n, i] for i in rows], own)
             for i, of_row in zip(rows, sequences, strict=True):
                 texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in of_row]
                 answers[i][n] = texts if len(texts) > 1 else texts[0]

@@ -1,4 +1,4 @@
-"""Cells of a sweep: one press at one ratio with one mechanism on one task, and what came of it."""
+"""Cells of a sweep: one press at one ratio with one mechanism on one task, and its result."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ NO_PRESS, BARE = "no press", "bare"
 
 
 class Cell(NamedTuple):
-    """What distinguishes one result from the others of its sweep.
+    """What distinguishes a result from the others of its sweep.
 
     Attributes:
         dataset: as `NAME/TASK@LENGTH`.
         press: as text, or `NO_PRESS`.
-        ratio: of the tokens to evict; None: the press is told no ratio.
+        ratio: share of the tokens to evict; None: the press gets no ratio.
         mechanism: "hook", "patch", or "bare" without a press.
-        budget: tokens to keep, in place of a ratio; None and no ratio either: the press has an
-            amount of its own.
+        budget: number of tokens to keep, instead of a ratio; if both are None, the press's own
+            fields set the amount.
     """
 
     dataset: str
@@ -56,7 +56,7 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A text that is different for all cells."""
+        """A text that identifies the cell."""
         return json.dumps(self)
 
 
@@ -64,9 +64,9 @@ class Prediction(BaseModel):
     """The answer to one question of a cell.
 
     Attributes:
-        sample: which question it is.
-        context: a digest of it.
-        score: None where nobody knows it.
+        sample: number of the question within the cell.
+        context: a digest of the context.
+        score: None if the reference answers are not published.
     """
 
     sample: int
@@ -83,8 +83,8 @@ class Result(BaseModel):
 
     Attributes:
         press_text: the press with all its fields.
-        evicted: share of the tokens that was really evicted, on average over contexts.
-        seconds: that it took, loading included.
+        evicted: measured share of evicted tokens, mean over contexts.
+        seconds: how long it took, loading included.
     """
 
     cell: Cell
@@ -94,7 +94,7 @@ class Result(BaseModel):
     predictions: list[Prediction]
 
     def summary(self) -> dict[str, Any]:
-        """A row of a table: the score, None if nobody knows it, with its interval over contexts."""
+        """A row of a table: the score, None if unknown, with its interval over contexts."""
         scores = [each.score for each in self.predictions if each.score is not None]
         contexts = [each.context for each in self.predictions if each.score is not None]
         low, high = mean_interval(scores, contexts)
@@ -109,10 +109,10 @@ class Result(BaseModel):
 
 
 def plan(settings: Settings) -> list[Cell]:
-    """All cells of a sweep, each once; every press is made, so that mistakes show at once.
+    """All cells of a sweep, without duplicates; every press is built once, to find errors early.
 
     Raises:
-        UserError: if a dataset or a press is not there.
+        UserError: if there is no such dataset or press.
         HyperparameterError: if a field of a press is out of range.
     """
     cells = []
@@ -121,8 +121,8 @@ def plan(settings: Settings) -> list[Cell]:
             cells.append(Cell(task, NO_PRESS, 0.0, BARE))
         for press in settings.press:
             for mechanism in settings.mechanism:
-                told = _amounts(settings, press, mechanism)
-                cells += [Cell(task, press, ratio, mechanism, n) for ratio, n in told]
+                amounts = _amounts(settings, press, mechanism)
+                cells += [Cell(task, press, ratio, mechanism, n) for ratio, n in amounts]
     cells = list(dict.fromkeys(cells))
     for cell in cells:
         cell.make(settings.seed)
@@ -130,21 +130,21 @@ def plan(settings: Settings) -> list[Cell]:
 
 
 Amounts = list[tuple[float | None, int | None]]
-"""Ratios and budgets, one of the two each; neither where a press has its own."""
+"""Pairs of a ratio and a budget, one of them None; both are None if a press has its own amount."""
 
 
 def _amounts(settings: Settings, press: str, mechanism: str) -> Amounts:
-    """What a press is told.
+    """The ratios and budgets of the settings that a press can take.
 
     Raises:
-        UserError: if it describes no press, or one that takes a ratio where budgets alone are
-            given.
+        UserError: if the text describes no press, or one that takes only a ratio while the settings
+            give only budgets.
     """
     kinds = takes(press, mechanism)
-    told: Amounts = [(ratio, None) for ratio in settings.ratio if ratio and "ratio" in kinds]
-    told += [(None, budget) for budget in settings.budget if "budget" in kinds]
-    if told or "ratio" not in kinds:
-        return told or [(None, None)]
+    amounts: Amounts = [(ratio, None) for ratio in settings.ratio if ratio and "ratio" in kinds]
+    amounts += [(None, budget) for budget in settings.budget if "budget" in kinds]
+    if amounts or "ratio" not in kinds:
+        return amounts or [(None, None)]
     if settings.budget:
         raise UserError(
             f"{press} takes a ratio, and no number of tokens; give a ratio, or write `budget` "
@@ -156,8 +156,8 @@ def _amounts(settings: Settings, press: str, mechanism: str) -> Amounts:
 def run_cell(settings: Settings, cell: Cell) -> Result:
     """Answer the questions of a cell.
 
-    What is drawn at random is drawn from the seed of the settings, so that a cell gives the same
-    answers in whatever process and after whatever other cells it runs.
+    Generators are seeded with the seed of the settings, so a cell gives the same answers in any
+    process and after any other cells.
     """
     start = perf_counter()
     if settings.threads is not None:
@@ -191,11 +191,11 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
     )
 
 
-# Kept in the process for the next cell.
+# Model and samples stay in the process for the next cell.
 
 
 def forget() -> None:
-    """Let go of the model and the samples of the cells that were run."""
+    """Free the cached model and samples of earlier cells."""
     _model.cache_clear()
     _samples.cache_clear()
 
@@ -218,7 +218,7 @@ def _samples(dataset: str, settings: Settings) -> list[Sample]:
 
 
 def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:
-    """Contexts, each with its samples, `size` or fewer at a time that are answered alike."""
+    """Batches of at most `size` contexts with equal `max_new_tokens`, each with its samples."""
     for _, same in groupby(contexts_of(samples), key=lambda group: group[0].max_new_tokens):
         groups = list(same)
         for start in range(0, len(groups), size):

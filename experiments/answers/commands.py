@@ -1,4 +1,4 @@
-"""`python -m experiments compress` and `ask`: a text becomes a compressed cache, and is asked."""
+"""`python -m experiments compress` and `ask`: compress a text, and ask questions about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.framework.options import Device, Dtype, checked_share
 from experiments.loading import load_model
 from press_core import about_cache
 
-_Press = Annotated[str, typer.Option(help="As text, such as SnapKVPress(window_size=32).")]
+_Press = Annotated[str, typer.Option(help="Press as text, such as SnapKVPress(window_size=32).")]
 _Ratio = Annotated[
     float | None,
     typer.Option(
@@ -39,7 +39,7 @@ def compress(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Compress a text once, to be asked about later with `ask`."""
+    """Compress a text into a file, for questions with `ask`."""
     made = make_press(press, mechanism, ratio, seed=0)
     check_savable(output, made)
     with refusing(f"{context or 'standard input'} is no text in UTF-8", UnicodeDecodeError):
@@ -59,7 +59,7 @@ def ask(
     question: Annotated[list[str], typer.Option(help="Repeat it for several.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 50,
     press: Annotated[
-        str | None, typer.Option(help="As text: the same again, if it acts while decoding.")
+        str | None, typer.Option(help="The same press again, if it acts while decoding.")
     ] = None,
     mechanism: _Mechanism = "hook",
     model: Annotated[
@@ -68,7 +68,7 @@ def ask(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Ask about a text that was compressed with `compress`, without reading it again."""
+    """Ask questions about a text that `compress` has compressed, without a new prefill."""
     saved = SavedContext(cache)
     name = saved.about.model if model is None else model
     made = None if press is None else make_press(press, mechanism, None, seed=0)

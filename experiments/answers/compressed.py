@@ -24,12 +24,12 @@ class Compressed:
     """A batch of rows, compressed, that can be continued many times.
 
     Attributes:
-        ids: `(B, S)` int64, the tokens that the cache has seen, padded on the left.
-        mask: `(B, S)` int64, 0 where a row is padded.
-        cache: never changed by `generate`.
-        evicted: share of the tokens that was evicted, on average over rows: of those compressed
-            or, by a press that acts while decoding, of all that the last `generate` has seen.
-        acts_later: whether the press has work to do while decoding.
+        ids: `(B, S)` int64, the tokens that the cache has seen, left-padded.
+        mask: `(B, S)` int64, 0 for padding.
+        cache: the compressed cache; `generate` does not change it.
+        evicted: share of evicted tokens, mean over rows: of the compressed tokens or, for a press
+            that acts while decoding, of all tokens seen by the last `generate`.
+        acts_later: whether the press acts after the prefill.
     """
 
     def __init__(
@@ -40,36 +40,36 @@ class Compressed:
         self.evicted = _share_evicted(cache, mask.sum(dim=1))
 
     def n_positions(self, row: int) -> int:
-        """How many positions a row takes: of the tokens kept, where keys were turned."""
+        """Number of positions that a row takes; with rerotated keys, only the kept tokens count."""
         return int(self.mask[row, -int(self.cache.get_seq_length()) :].sum())
 
     def generate(
         self, rows: Sequence[int], new: Sequence[Sequence[int]], options: Mapping[str, Any]
     ) -> list[list[list[int]]]:
-        """Continue some rows with new tokens, and let the model go on from there.
+        """Append new tokens to some rows, and generate.
 
         Args:
-            rows: of the batch.
-            new: for each of them as many tokens. None at all: the last token is run again, at its
-                own position, or at the next one where keys were turned to other positions.
-            options: for `model.generate`.
+            rows: indices of rows of the batch.
+            new: the new tokens of each row, the same number for all. If there are none, the last
+                token runs again, at its own position or, if keys were rerotated, at the next one.
+            options: arguments of `model.generate`.
 
         Returns:
-            For each row its sequences of generated tokens, ended before the end-of-sequence token.
+            For each row its sequences of generated tokens, cut before the end-of-sequence token.
         """
         width = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
-        cache = without_change(self.cache)
+        cache = independent_copy(self.cache)
         if list(rows) != list(range(len(self.ids))):
             cache.batch_select_indices(torch.tensor(rows, device=self.ids.device))
         if width > 1:
             cache.batch_repeat_interleave(width)
-        seen = int(cache.get_seq_length())  # fewer than went in, where keys were turned
+        seen = int(cache.get_seq_length())  # with rerotated keys, only the kept tokens count
         ids, mask = self.ids[rows, -seen:], self.mask[rows, -seen:]
         again = not new[0]
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
         arguments = {"attention_mask": mask, "past_key_values": cache, **options}
-        arguments["return_dict_in_generate"] = False  # whatever anybody says
+        arguments["return_dict_in_generate"] = False  # overrides options and generation_config
         if again and not any(getattr(layer, "is_rerotated", False) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
             positions[:, -1] -= 1
@@ -77,7 +77,7 @@ class Compressed:
         ids = torch.cat((ids, following), dim=1)
         output = self.model.generate(ids, **arguments)[:, ids.shape[1] :]
         if self.acts_later:
-            n_new = following.shape[1] + output.shape[1] - 1  # the last one is not read
+            n_new = following.shape[1] + output.shape[1] - 1  # the last token is not in the cache
             self.evicted = _share_evicted(cache, self.mask[rows].sum(dim=1) + n_new, width)
         ends = options.get("eos_token_id", self.model.generation_config.eos_token_id)
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
@@ -95,16 +95,19 @@ def compressed(
     cache: Any = None,
     read: Sequence[list[int]] | None = None,
 ) -> Iterator[Compressed]:
-    """Run the rows through the model as one batch and compress what it caches.
+    """Prefill the rows as one batch and compress their cache.
 
-    The press is taken off the model right after that, unless it acts while decoding as well, or has
-    left a cache that the model cannot read without help.
+    The press's scope is closed right after the prefill, unless the press acts while decoding, or
+    the compressed cache can only be decoded within a scope.
 
     Args:
         rows: token ids, at least one row.
-        pad_id: what shorter rows are filled with on their left.
-        cache: an empty one; None: a `DynamicCache`.
-        read: the rows with a token more, which the press takes out again; None: there is none.
+        pad_id: token id for left padding.
+        cache: an empty cache; None: a `DynamicCache`.
+        read: the rows with a delimiter token, which the press removes; None: no delimiter.
+
+    Raises:
+        UserError: if the cache is not empty.
     """
     if cache is None:
         cache = DynamicCache(config=model.config)
@@ -113,7 +116,7 @@ def compressed(
             f"the cache holds {cache.get_seq_length()} tokens; give an empty one for each batch "
             "of contexts"
         )
-    # A model that is spread over devices takes its inputs from wherever they are.
+    # A model dispatched over devices accepts inputs on any device.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     ids, mask = _left_padded(rows, pad_id, device)
     given, given_mask = _left_padded(read or rows, pad_id, device)
@@ -126,7 +129,7 @@ def compressed(
             scope.enter_context(press(model))
         with torch.no_grad():
             model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if not acts_later(press) and not any(map(needs_help, cache.layers)):
+        if not acts_later(press) and not any(map(needs_scope, cache.layers)):
             scope.close()
         yield Compressed(model, ids, mask, cache, acts_later(press))
 
@@ -134,7 +137,7 @@ def compressed(
 def _left_padded(
     rows: Sequence[list[int]], pad_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Ids and mask `(B, S)` of rows of different lengths."""
+    """Ids and mask, both `(B, S)`, of rows of different lengths."""
     longest = max(len(row) for row in rows)
     ids = [[pad_id] * (longest - len(row)) + row for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
@@ -142,35 +145,35 @@ def _left_padded(
 
 
 def _share_evicted(cache: Any, seen: Tensor, width: int = 1) -> float:
-    """Share of the tokens that a cache has lost, on average over rows, heads and layers.
+    """Share of the tokens that were evicted from a cache, mean over rows, heads and layers.
 
     Args:
-        seen: `(B,)`, how many tokens of each row the cache has seen.
-        width: how many rows of the cache there are for each.
+        seen: `(B,)`, number of tokens that the cache has seen, by row.
+        width: number of rows of the cache for each row of `seen`, as with beam search.
     """
     seen = seen.repeat_interleave(width).cpu()[:, None]
     shares = [
         (1 - kept.cpu().clamp(max=seen).double() / seen).mean()
         for kept, layer in zip(kept_lengths(cache), cache.layers, strict=True)
-        if kept.numel() and not getattr(layer, "is_sliding", False)  # these lose by themselves
+        if kept.numel() and not getattr(layer, "is_sliding", False)  # sliding windows drop tokens
     ]
     return float(torch.stack(shares).mean()) if shares else 0.0
 
 
 def acts_later(press: InstalledPress | None) -> bool:
-    """Whether there is a press that has work to do after the context was compressed."""
+    """Whether there is a press and it acts after the prefill."""
     return press is not None and bool(press.phases & (Phase.DECODING | Phase.BEFORE_DECODING))
 
 
-def needs_help(layer: Any) -> bool:
-    """Whether a layer refuses to be decoded while no scope is open."""
+def needs_scope(layer: Any) -> bool:
+    """Whether a layer can only be decoded while a scope is open."""
     always = isinstance(layer, (RaggedLayer, ChannelPrunedLayer))
     return always or (isinstance(layer, PrunedLayer) and bool(layer.needs))
 
 
-def without_change(cache: Any) -> Any:
-    """A copy that can be continued without a change to `cache`."""
-    copied = copy.copy(cache)  # what moves offloaded layers about stays shared
+def independent_copy(cache: Any) -> Any:
+    """A copy of a cache; decoding with it does not change `cache`."""
+    copied = copy.copy(cache)  # streams and buffers for offloading stay shared
     if cache is not None:
         copied.layers = [_copied_layer(layer) for layer in cache.layers]
     return copied
@@ -178,7 +181,7 @@ def without_change(cache: Any) -> Any:
 
 def _copied_layer(layer: Any) -> Any:
     if isinstance(layer, RaggedLayer) or not isinstance(layer, DynamicLayer):
-        return copy.deepcopy(layer)  # these write into the tensors that they have
+        return copy.deepcopy(layer)  # these layers write to their tensors in place
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
         copied.inner, copied.memories = copy.copy(layer.inner), dict(layer.memories)

@@ -1,7 +1,7 @@
 """Running the cells of a sweep: one after the other, or spread over a Ray cluster.
 
-Every engine takes work and a function, and yields each piece with its outcome as it is finished.
-What goes wrong with one piece is its outcome, a `Failure`; the others are run all the same.
+Every engine takes pieces of work and a function, and yields each piece with its outcome when it is
+finished. If a piece fails, its outcome is a `Failure`, and the others still run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from experiments import UserError, library, refusing
 from experiments.framework.wording import in_one_line
 
 Outcomes = Iterator[tuple[Any, Any]]
-"""Pieces of work, each with what came of it or a `Failure`."""
+"""Pieces of work, each with its result or a `Failure`."""
 
 
 class Failure(NamedTuple):
@@ -40,18 +40,17 @@ def on_ray(
     gpus: float = 0,
     retries: int = 3,
 ) -> Outcomes:
-    """Run pieces on the workers of a Ray cluster, as they have room.
+    """Run pieces on the workers of a Ray cluster, as resources become free.
 
-    A piece whose worker dies is run again. Results come back to this process, which alone writes
-    them down.
+    If a worker dies, its piece runs again. Results are returned to this process, which writes them.
 
     Args:
-        address: of a cluster; None: one on this machine, for as long as this takes.
-        cpus, gpus: what each piece needs of a worker.
-        retries: how often a piece is run again when its worker has died.
+        address: address of a cluster; None: start one on this machine and stop it at the end.
+        cpus, gpus: resources that each piece needs.
+        retries: how often a piece runs again after its worker has died.
 
     Raises:
-        UserError: if Ray is not installed, or the cluster has no such worker.
+        UserError: if Ray is not installed, the cluster cannot be reached, or it has no such worker.
     """
     ray = library("ray", "ray", ", or leave out --on ray")
     joined = ray.is_initialized()
@@ -79,20 +78,20 @@ def _attempt(run: Callable[[Any], Any], piece: Any) -> Any:
 def _start(ray: Any, address: str | None) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address is None:
-        # Workers import this package from where this process has it, installed or not.
+        # Workers import this package from the same folder, whether it is installed or not.
         here = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
         own = {"env_vars": {"PYTHONPATH": path}}
         options |= {"runtime_env": own, "include_dashboard": False}
     with refusing(f"there is no Ray cluster at {address!r}", OSError):  # ConnectionError is one
         host, _, port = (address or "").rpartition(":")
-        if port.isdecimal() and "//" not in host:  # Ray itself would try for minutes
+        if port.isdecimal() and "//" not in host:  # fail fast: Ray would retry for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, **options)
 
 
 def _check_room(ray: Any, cpus: float, gpus: float) -> None:
-    """Refuse what no node can ever run, which Ray would wait for."""
+    """Raise if no node has the resources, for which Ray would wait forever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(n.get("CPU", 0) >= cpus and n.get("GPU", 0) >= gpus for n in nodes):
         raise UserError(

@@ -1,7 +1,7 @@
-"""Contexts that were compressed, kept in a file, and asked later.
+"""Compressed contexts in files, for later questions.
 
-The file is that of `press_core.save_cache`. Its notes say what a question needs that is no cache:
-the text that a chat template puts after it, and whether the press has work to do while decoding.
+The file is written by `press_core.save_cache`. Its notes hold what a question needs besides the
+cache: the chat template's text after it, and whether the press acts after the prefill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attention_patch import headwise
 from experiments import UserError
-from experiments.answers.compressed import Compressed, acts_later, needs_help
+from experiments.answers.compressed import Compressed, acts_later, needs_scope
 from press_core import SavedCache, about_cache, load_cache, save_cache
 from press_core.files.files import check_target
 from press_core.presses.finch import Finch
@@ -29,18 +29,18 @@ class SavedContext:
     """One or several contexts that a `ContextAnswerer` has compressed and saved.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
     """
 
     path: str | Path
 
     @property
     def about(self) -> SavedCache:
-        """What the file says.
+        """The description of the cache in the file.
 
         Raises:
-            PressError: if it is no compressed cache.
-            UserError: if it is one, but has not come from a `ContextAnswerer`.
+            PressError: if the file is no compressed cache.
+            UserError: if it was not saved by a `ContextAnswerer`.
         """
         about = about_cache(self.path)
         needed = {"tails", "is_one", "acts_later"}, {"input_ids", "attention_mask"}
@@ -53,14 +53,14 @@ class SavedContext:
 
     @property
     def is_one(self) -> bool:
-        """Whether one context was given, and no list."""
+        """Whether a single context was saved, not a list."""
         return bool(self.about.notes["is_one"])
 
     def heads_unless(self, given: Mapping[str, Any]) -> list[tuple[list[int], str]]:
-        """Token ids of each context, and the text that comes after a question.
+        """Token ids of each context, and the chat template's text after the question.
 
         Raises:
-            UserError: if anything is given that says how a context is to be compressed.
+            UserError: if `given` has options for reading or compressing contexts.
         """
         if useless := [name for name, value in given.items() if value not in (None, False)]:
             raise UserError(
@@ -74,20 +74,21 @@ class SavedContext:
 
     @contextmanager
     def opened(self, model: PreTrainedModel, press: InstalledPress | None) -> Iterator[Compressed]:
-        """What `keep` has written, ready to be asked.
+        """Load the contexts that `keep` has written, ready for questions.
 
         Raises:
-            UserError: if a press is missing, or given in vain.
-            PressError: if the file is not what it should be.
+            UserError: if the press that acts while decoding is missing, or a press is given that
+                is not needed.
+            PressError: if the file cannot be read, or does not fit the model.
         """
         about = self.about
-        later = bool(about.notes["acts_later"])
-        if later and not acts_later(press):
+        needs_press = bool(about.notes["acts_later"])
+        if needs_press and not acts_later(press):
             raise UserError(
-                f"{str(self.path)!r} was compressed by {about.press}, which goes on while "
+                f"{str(self.path)!r} was compressed by {about.press}, which also acts while "
                 "decoding; give that press again"
             )
-        if press is not None and not later:
+        if press is not None and not needs_press:
             raise UserError(
                 f"{str(self.path)!r} is compressed already (by {about.press}); leave the press out"
             )
@@ -97,22 +98,22 @@ class SavedContext:
         with ExitStack() as scope:
             if press is not None:
                 scope.enter_context(press(model))
-            elif any(map(needs_help, cache.layers)):
+            elif any(map(needs_scope, cache.layers)):
                 scope.enter_context(headwise(model))
             yield Compressed(model, ids, mask, cache, press is not None)
 
 
 def check_savable(path: str | Path, press: InstalledPress | None) -> None:
-    """Refuse what cannot be saved, before there is anything to write.
+    """Check before compressing that the result can be saved.
 
     Raises:
-        UserError: if the press compresses contexts with their questions.
-        PressError: if there is a file already.
+        UserError: if the press compresses contexts together with their questions.
+        PressError: if the file exists already.
     """
     if isinstance(press, Finch):
         raise UserError(
-            "what is saved is compressed before a question is known, of which FinchPress makes "
-            "use; give another press"
+            "a saved context is compressed before a question is known, and FinchPress needs the "
+            "question; give another press"
         )
     check_target(Path(path), overwrite=False)
 
@@ -127,18 +128,18 @@ def keep(
     """Write a compressed batch to a new file.
 
     Args:
-        tails: for each context, the text that comes after a question.
+        tails: for each context, the chat template's text after the question.
         is_one: see `SavedContext`.
 
     Raises:
-        UserError: if a press knows more of the contexts than their cache.
-        PressError: if the cache cannot be kept, or the file not be written.
+        UserError: if the press has state of the contexts outside of the cache.
+        PressError: if the cache cannot be saved, or the file cannot be written.
     """
     memories = [m for x in state.cache.layers for m in getattr(x, "memories", {}).values()]
     if any(memory.slots or memory.steps for memory in memories):
         raise UserError(
-            f"{type(press).__name__} remembers more of a context than its cache holds, and a file "
-            "keeps the cache only; use another press"
+            f"{type(press).__name__} remembers more of a context than its cache holds, and only "
+            "the cache is saved; use another press"
         )
     notes = {"tails": list(tails), "is_one": is_one, "acts_later": state.acts_later}
     inputs: dict[str, Any] = {"input_ids": state.ids, "attention_mask": state.mask}

@@ -1,7 +1,7 @@
 """How predictions are scored: from 0 (wrong) to 1 (right), by name.
 
-Each metric takes a prediction and the reference answers, as the benchmark that it comes from
-defines it; `choice` takes all choices that the task knows besides.
+Each metric takes a prediction and the reference answers, and follows the definition of its
+benchmark; `choice` also takes all possible answers of the task.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Metric = Callable[[str, Sequence[str]], float]
 Words = Callable[[str], Sequence[str]]
 
 
-# ---- what is contained, chosen or counted --------------------------------------------------------
+# ---- matches, choices and numbers ----------------------------------------------------------------
 
 
 def match_all(prediction: str, answers: Sequence[str]) -> float:
-    """Share of the references that the prediction contains (RULER), upper and lower case alike."""
+    """Share of the references that the prediction contains (RULER), ignoring case."""
     return sum(answer.lower() in prediction.lower() for answer in answers) / len(answers)
 
 
@@ -42,9 +42,9 @@ def match_any(prediction: str, answers: Sequence[str]) -> float:
 
 
 def choice(prediction: str, answers: Sequence[str], choices: Sequence[str] = ()) -> float:
-    """Whether the right choice is named (LongBench); shared among all choices that are named.
+    """1 over the number of named choices if the right one is among them, else 0 (LongBench).
 
-    A choice that is part of the right one does not count as named.
+    A choice that is a substring of the right one does not count as named.
     """
     right = answers[0]
     named = [c for c in choices or answers if c in prediction and (c == right or c not in right)]
@@ -52,7 +52,7 @@ def choice(prediction: str, answers: Sequence[str], choices: Sequence[str] = ())
 
 
 def numbers(prediction: str, answers: Sequence[str]) -> float:
-    """Share of the numbers in the prediction that are the one asked for (LongBench)."""
+    """Share of the numbers in the prediction that are in a reference (LongBench)."""
     wanted = set(_NUMBER.findall(" ".join(answers)))
     found = _NUMBER.findall(prediction)
     return sum(number in wanted for number in found) / len(found) if found else 0.0
@@ -69,7 +69,7 @@ def first(pattern: str) -> Metric:
 
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
-    """Share of the numbers asked for up to the first wrong one (InfiniteBench's math_calc)."""
+    """Share of the reference numbers before the first wrong one (InfiniteBench's math_calc)."""
     found = [str(int(digits)) for digits in re.findall(r"[0-9]+", prediction)]
     pairs = zip(found, map(str.strip, answers), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) / len(answers)
@@ -83,9 +83,9 @@ def code(prediction: str, answers: Sequence[str]) -> float:
 
 
 def boxed(prediction: str, answers: Sequence[str]) -> float:
-    r"""Whether the last `\boxed{...}` is the reference, up to ways of writing it (AIME, MATH).
+    r"""Whether the last `\boxed{...}` equals a reference up to LaTeX notation (AIME, MATH).
 
-    Stricter than a computer algebra system, which would find `1/2` and `0.5` equal.
+    Stricter than a computer algebra system, which would treat `1/2` and `0.5` as equal.
     """
     found = _last_boxed(prediction)
     return float(found is not None and _plain(found) in (_plain(answer) for answer in answers))
@@ -95,11 +95,11 @@ def _last_boxed(text: str) -> str | None:
     _, found, rest = text.rpartition(_BOXED)
     depths = accumulate(({"{": 1, "}": -1}.get(letter, 0) for letter in rest), initial=1)
     ends = [end for end, depth in enumerate(depths) if depth == 0]
-    return rest[: ends[0] - 1] if found and ends else None  # or cut off before it was closed
+    return rest[: ends[0] - 1] if found and ends else None  # None also if it is never closed
 
 
 def _plain(latex: str) -> str:
-    """LaTeX without spaces, delimiters and sizes; whole numbers without leading zeros."""
+    """Normalized LaTeX: no spaces, delimiters and sizes, integers without leading zeros."""
     for long, short in (("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("^\\circ", "")):
         latex = latex.replace(long, short)
     plain = re.sub(r"\\left|\\right|\\text\s*|\\[!,;: ]|\s|\$|\.$", "", latex)
@@ -110,7 +110,7 @@ def _plain(latex: str) -> str:
 
 
 def english_words(text: str) -> list[str]:
-    """Words without upper case, punctuation and articles, as SQuAD compares them."""
+    """Lower-case words without punctuation and articles, as in SQuAD."""
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
     return _ARTICLES.sub(" ", bare).split()
 
@@ -121,7 +121,7 @@ def chinese_words(text: str) -> list[str]:
 
 
 def _bare(text: str) -> str:
-    """The letters, digits and signs of a text in lower case, without punctuation and spaces."""
+    """The letters and digits of a text in lower case, without punctuation and spaces."""
     return "".join(c for c in text.lower() if c.isalnum())
 
 
@@ -163,7 +163,7 @@ def _jieba() -> Any:
 # ---- all of them ---------------------------------------------------------------------------------
 
 UNKNOWN = "unknown"
-"""In place of a metric where the references are not published: predictions are kept, unscored."""
+"""The metric of tasks whose references are not published: predictions are stored without scores."""
 
 METRICS: dict[str, Metric] = {
     **{
@@ -182,7 +182,7 @@ METRICS: dict[str, Metric] = {
 
 
 def score(sample: Sample, prediction: str) -> float | None:
-    """How right a prediction is, from 0 to 1, by the metric of its sample; None: nobody knows."""
+    """Score of a prediction from 0 to 1 by its sample's metric; None if that is `UNKNOWN`."""
     if sample.metric == UNKNOWN:
         return None
     text = prediction.lstrip("\n").split("\n")[0] if sample.one_line else prediction

@@ -1,11 +1,11 @@
-"""Presses as text: `SnapKVPress`, `AdaKVPress(SnapKVPress(window_size=32))`, what `repr` gives.
+"""Presses as text: `SnapKVPress`, `AdaKVPress(SnapKVPress(window_size=32))`, or a press's `repr`.
 
 The text is a Python expression of press names, keyword or positional fields, numbers, strings and
-lists; nothing else is evaluated. Where a field takes a share of the tokens it takes a number of
-tokens, too: `SnapKVPress(Tokens(64))`.
+lists; nothing else is evaluated. A field for a share of the tokens also takes a number of tokens:
+`SnapKVPress(Tokens(64))`.
 
-What a cell tells a press is its `compression_ratio`, or what its `with_budget` says. Where a press
-takes it in another place, the name `ratio` or `budget` stands for it:
+A cell sets the amount of a press with its `with_ratio` or `with_budget`. If another field takes the
+amount, write the name `ratio` or `budget` for it:
 `DuoAttentionPress(head_compression_ratio=ratio)`, `SimLayerKVPress(n_recent=budget)`.
 """
 
@@ -23,7 +23,7 @@ from press_core.budget import Amount
 from press_core.scope import InstalledPress
 
 _NAMES = ("ratio", "budget")
-"""What stands in a text for what its press is told."""
+"""Names in a text that are replaced by the cell's amount."""
 
 
 def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> InstalledPress:
@@ -31,14 +31,14 @@ def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> I
 
     Args:
         mechanism: "hook" or "patch".
-        amount: the ratio, or the `Tokens` to keep, that the press is told, where the text says
-            `ratio` or `budget` if it does; None: the press has its own.
-        seed: of presses that draw at random, where the text gives none.
+        amount: the ratio to evict, or the `Tokens` to keep; it replaces `ratio` or `budget` in the
+            text, if the text has one of them. None: the fields in the text set the amount.
+        seed: seed of presses that draw at random, if the text gives none.
 
     Raises:
-        UserError: if the text is no such expression, or says `ratio` or `budget` where the other
-            is given.
-        HyperparameterError: if a field is out of range, or if the press cannot be told `amount`.
+        UserError: if the text is no such expression, or names `ratio` or `budget` and `amount` is
+            not of that kind.
+        HyperparameterError: if a field is out of range, or the press does not take `amount`.
     """
     expression = _parse(text)
     given: dict[str, float] = {}
@@ -49,26 +49,26 @@ def make_press(text: str, mechanism: str, amount: Amount | None, seed: int) -> I
         raise UserError(f"{text!r} is no press; write one such as SnapKVPress")
     if amount is None or _names_in(expression):
         return press
-    return _told(press, amount)
+    return _with_amount(press, amount)
 
 
 def takes(text: str, mechanism: str) -> set[str]:
-    """Which amounts the press that `text` describes can be told: "ratio", "budget", or both.
+    """The kinds of amounts that the press described by `text` takes: "ratio", "budget", or both.
 
     Raises:
-        UserError: if it describes none.
+        UserError: if it describes no press.
     """
     if named := _names_in(_parse(text)):
         return named
     press, kinds = make_press(text, mechanism, None, 0), set()
     for kind, amount in (("ratio", 0.5), ("budget", Tokens(64))):
         with suppress(HyperparameterError):
-            _told(press, amount)
+            _with_amount(press, amount)
             kinds.add(kind)
     return kinds
 
 
-def _told(press: Any, amount: Amount) -> InstalledPress:
+def _with_amount(press: Any, amount: Amount) -> InstalledPress:
     return press.with_budget(amount.n) if isinstance(amount, Tokens) else press.with_ratio(amount)
 
 
@@ -84,7 +84,7 @@ def _parse(text: str) -> ast.expr:
 
 
 def _names_in(expression: ast.expr) -> set[str]:
-    """Which names of amounts an expression mentions."""
+    """The names among `_NAMES` that an expression contains."""
     return {n.id for n in ast.walk(expression) if isinstance(n, ast.Name)} & set(_NAMES)
 
 
@@ -118,7 +118,7 @@ class _Maker(NamedTuple):
             ) from None
 
     def made(self, name: str, args: list[Any], given: dict[str, Any]) -> Any:
-        """The press, or the `Tokens`, of that name and those fields."""
+        """Build the press, or the `Tokens`, with that name and those fields."""
         if name not in self.presses and name != Tokens.__name__:
             raise UserError(
                 f"there is no press {name!r} (in {self.text!r}); there are "
@@ -128,7 +128,7 @@ class _Maker(NamedTuple):
         fields = ", ".join(signature(made).parameters) or "none"
         advice = f"; the fields of {name} are {fields}"
         with refusing(f"cannot make {self.text!r}", TypeError, advice=advice):
-            told = signature(made).bind(*args, **given).arguments
-            if "seed" in signature(made).parameters and told.get("seed") is None:
-                told["seed"] = self.seed
-            return made(**told)
+            values = signature(made).bind(*args, **given).arguments
+            if "seed" in signature(made).parameters and values.get("seed") is None:
+                values["seed"] = self.seed
+            return made(**values)

@@ -1,4 +1,4 @@
-"""What a `ContextAnswerer` is asked, checked before a model runs."""
+"""Prompts of a `ContextAnswerer`, and checks of its arguments before a model runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from experiments import UserError
 from press_core.scope import InstalledPress
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-"""What `generate` is told unless somebody asks for something else, whatever the model's own
-`generation_config` says."""
+"""Default arguments of `generate`, which override the model's own `generation_config`."""
 
 
 class Prompt(NamedTuple):
-    """Token ids of context, question and what follows it."""
+    """Token ids of context, question, and the text after the question."""
 
     context: list[int]
     question: list[int]
@@ -31,15 +30,15 @@ class Reading(NamedTuple):
 
 
 Head = tuple[list[int], str]
-"""Token ids of a context, and the text that comes after a question."""
+"""Token ids of a context, and the chat template's text after the question."""
 Questions = Sequence[str] | Sequence[Sequence[str]] | None
 
 
 def texts_of(what: str, given: Any) -> list[str]:
-    """One text or several as a list of at least one; `what` they are is said where they are none.
+    """One text or several as a list of at least one; `what` names them in the error message.
 
     Raises:
-        UserError: if anything else is given.
+        UserError: if `given` is neither a text nor a non-empty list of texts.
     """
     texts = [given] if isinstance(given, str) else given
     texts = list(texts) if isinstance(texts, Iterable) else []
@@ -52,29 +51,29 @@ def generation_of(max_new_tokens: Any, given: Mapping[str, Any]) -> dict[str, An
     """Arguments of `generate`, greedy unless something else is given."""
     if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and max_new_tokens >= 1):
         raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
-    asks = given.get("generation_config") is not None or given.get("do_sample")
-    return {"max_new_tokens": max_new_tokens, **({} if asks else GREEDY), **given}
+    custom = given.get("generation_config") is not None or given.get("do_sample")
+    return {"max_new_tokens": max_new_tokens, **({} if custom else GREEDY), **given}
 
 
 def check_length(prompt: Prompt, limit: int | None) -> None:
-    """Refuse a prompt that takes more positions than a model has; None: it has no limit."""
-    n_asked = len(prompt.question) + len(prompt.tail)
-    if limit is None or len(prompt.context) + n_asked <= limit:
+    """Raise if a prompt takes more positions than the model's `limit`; None: there is no limit."""
+    n_question = len(prompt.question) + len(prompt.tail)
+    if limit is None or len(prompt.context) + n_question <= limit:
         return
-    if n_asked >= limit:
+    if n_question >= limit:
         raise UserError(
-            f"the question takes {n_asked} tokens, more than the {limit} positions of the "
-            "model leave room for with any context; ask a shorter one"
+            f"the question takes {n_question} tokens, which leaves no room for a context in the "
+            f"{limit} positions of the model; ask a shorter one"
         )
     raise UserError(
-        f"context and question take {len(prompt.context)} and {n_asked} tokens, more than the "
+        f"context and question take {len(prompt.context)} and {n_question} tokens, more than the "
         f"{limit} positions of the model; cut the context with max_context_length="
-        f"{limit - n_asked} or less, or set max_position_embeddings if the model can go further"
+        f"{limit - n_question} or less, or set max_position_embeddings if the model can go further"
     )
 
 
 def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
-    """The questions about each context, all checked; an empty one where there are none."""
+    """The checked questions about each context; an empty question if there are none."""
     if questions is None:
         questions = [""]
     if isinstance(questions, str) or not isinstance(questions, Sequence):
@@ -90,7 +89,7 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
 
 
 def check_press(press: Any) -> None:
-    """Refuse what is no press; None is none."""
+    """Raise if `press` is neither a press nor None."""
     if press is not None and not isinstance(press, InstalledPress):
         raise UserError(
             f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "

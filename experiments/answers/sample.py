@@ -1,4 +1,4 @@
-"""What every dataset is made of."""
+"""Samples of datasets: questions about contexts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Sample(NamedTuple):
     """One question about one context. Samples with the same context may share its cache.
 
     Attributes:
-        task: which part of the dataset it belongs to.
-        context: what is compressed.
-        question: what follows the context, separators included.
-        answers: the references.
-        metric: name of the one of `metrics` that scores a prediction, or `metrics.UNKNOWN`.
-        max_new_tokens: how long an answer may be.
-        answer_prefix: how the answer begins, given to the model.
-        choices: all answers that the task knows, for metrics that choose among them.
-        one_line: score the first line of a prediction only.
+        task: the dataset's task that it belongs to.
+        context: the text that is compressed.
+        question: the text after the context, separators included.
+        answers: the reference answers.
+        metric: name of the metric in `metrics` that scores a prediction, or `metrics.UNKNOWN`.
+        max_new_tokens: longest answer, in tokens.
+        answer_prefix: beginning of the answer, given to the model.
+        choices: all possible answers of the task, for metrics that choose among them.
+        one_line: score only the first line of a prediction.
     """
 
     task: str
@@ -37,12 +37,12 @@ class Sample(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What samples a dataset is asked for.
+    """A request for samples of a dataset.
 
     Attributes:
-        task: of the dataset.
-        length: in tokens with the question; 0: samples have the lengths that they have.
-        settings: say how many, and from which seed.
+        task: a task of the dataset.
+        length: tokens of context and question; 0: published samples, whose length is fixed.
+        settings: hold the number of samples and the seed.
         tokenizer: counts the tokens.
     """
 

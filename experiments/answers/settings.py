@@ -1,7 +1,7 @@
-"""What a sweep is asked to do: flags of the command line, or a YAML file with the same names.
+"""Settings of a sweep: flags of the command line, or a YAML file with the same names.
 
-A file says what is measured and never runs code: arguments of `generate` and of `from_pretrained`
-are those of the lists below, and `trust_remote_code` is a flag alone.
+A file cannot run code: only the arguments of `generate` and `from_pretrained` in the lists below
+are allowed, and `trust_remote_code` can only be given as a flag.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from experiments.answers.datasets import SOURCES
 from experiments.framework.wording import refused
 
 SWEPT = ("press", "ratio", "budget", "mechanism", "dataset")
-"""Settings that make cells; all others are the set-up that cells of one folder share."""
+"""Settings that define cells; all others are the set-up that the cells of a folder share."""
 
 STUDIED = (
     *("SnapKVPress", "AdaKVPress(SnapKVPress())", "ExpectedAttentionPress", "TOVAPress"),
@@ -36,14 +36,14 @@ GENERATION = (
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
     *("forced_eos_token_id", "exponential_decay_length_penalty", "renormalize_logits"),
 )
-"""Arguments of `generate` that a sweep may give."""
+"""Arguments of `generate` that a sweep may set."""
 
 MODEL_KWARGS = (
     *("revision", "subfolder", "variant", "local_files_only", "max_memory", "low_cpu_mem_usage"),
     *("rope_parameters", "rope_scaling", "max_position_embeddings", "sliding_window"),
     "quantization_config",
 )
-"""Arguments of `from_pretrained` that a sweep may give."""
+"""Arguments of `from_pretrained` that a sweep may set."""
 
 
 def _known(*names: str) -> AfterValidator:
@@ -57,7 +57,7 @@ def _known(*names: str) -> AfterValidator:
 
 
 def _listed(value: Any) -> Any:
-    """One value as several, as flags that can be repeated give them."""
+    """Wrap a single value in a tuple, as for a flag that is given once."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -73,7 +73,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @dataclass(frozen=True, config=_STRICT)
 class Grid:
-    """What is asked: every press at every ratio and budget with every mechanism on every dataset.
+    """The grid: every press at every ratio and budget with every mechanism on every dataset.
 
     By default it is the grid of the study: the tasks that the shipped model can answer.
     """
@@ -83,7 +83,7 @@ class Grid:
         AtLeastOne[str],
         typer.Option(
             help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
-            "several. `ratio` or `budget` in it stands for what it is told."
+            "several. `ratio` or `budget` in it is replaced by the amount."
         ),
     ] = STUDIED
     ratio: Annotated[
@@ -96,7 +96,7 @@ class Grid:
     budget: Annotated[
         Several[Count],
         typer.Option(
-            help="Tokens of a context to keep, beside or in place of ratios; repeat it for several."
+            help="Tokens of a context to keep, besides or instead of ratios; repeat it for several."
         ),
     ] = ()
     mechanism: Annotated[
@@ -117,12 +117,12 @@ class Grid:
             "several. By default evenly spread ones."
         ),
     ] = ()
-    seed: Annotated[int, Field(ge=0), typer.Option(help="Of all that is drawn.")] = 0
+    seed: Annotated[int, Field(ge=0), typer.Option(help="Seed of all random draws.")] = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Settings(Grid):
-    """A sweep: a grid, and how it is run. Attributes are what their flags say.
+    """A sweep: a grid and how to run it. The help of each flag describes its attribute.
 
     `generation` holds arguments of `model.generate`, `model_kwargs` those of `from_pretrained`;
     these two have no flags.
@@ -138,10 +138,10 @@ class Settings(Grid):
     ] = None
     max_new_tokens: Annotated[
         Count | None,
-        typer.Option(help="Tokens of an answer, in place of the number that its task allows."),
+        typer.Option(help="Tokens of an answer, instead of the number that its task allows."),
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the model.")
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the model.")
     ] = "float32"
     attn_implementation: Annotated[str, typer.Option(help="eager, sdpa and so on.")] = "sdpa"
     device: Annotated[
@@ -154,24 +154,24 @@ class Settings(Grid):
         str | None, typer.Option(help="Folder with local copies of published datasets.")
     ] = None
     trust_remote_code: Annotated[
-        bool, typer.Option(help="Run code that the model's repository brings.")
+        bool, typer.Option(help="Run code from the model's repository.")
     ] = False
     generation: Annotated[dict[str, Any], _known(*GENERATION)] = Field(default_factory=dict)
     model_kwargs: Annotated[dict[str, Any], _known(*MODEL_KWARGS)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:
-        return hash(repr(self))  # mappings have none
+        return hash(repr(self))  # its dictionaries are not hashable
 
 
 def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
-    """The settings in a YAML file, where flags do not say otherwise.
+    """The settings in a YAML file, overridden by flags.
 
     Args:
-        path: of the file; None: there is none.
-        flags: by name; those that are None were not given.
+        path: the file; None: flags only.
+        flags: by name; None: the flag was not given.
 
     Raises:
-        UserError: naming the entry that is wrong.
+        UserError: naming the invalid entry.
     """
     given = {} if path is None else _read(path)
     given |= {name: value for name, value in flags.items() if value is not None}
@@ -180,14 +180,14 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        said = (refused(each, "settings") for each in error.errors())
-        raise UserError("; ".join(said)) from error
+        reasons = (refused(each, "settings") for each in error.errors())
+        raise UserError("; ".join(reasons)) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"there is no file {path}")
-    # Dates that do not exist are a ValueError.
+    # yaml raises ValueError for dates that do not exist.
     with refusing(f"{path} is not YAML", OSError, ValueError, RecursionError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, Any]:
     known = [field.name for field in fields(Settings) if field.name != "trust_remote_code"]
     for name in content:
         if name == "trust_remote_code":
-            raise UserError(f"{path} has {name}; what runs code is given by its flag alone")
+            raise UserError(f"{path} has {name}, which runs code; it is given by its flag alone")
         if name not in known:
             raise UserError(f"{path} has {name}, which is no setting; there are {', '.join(known)}")
     return content

@@ -1,14 +1,14 @@
-"""A folder of results: what is finished, and of one set-up.
+"""The folder of a sweep: its set-up and its finished cells.
 
 ```
 setup.json            the set-up
 cells/KEY.json        a finished cell with its predictions
 results.csv           a row per finished cell
-predictions.csv       a row per question of them all
+predictions.csv       a row per question of all cells
 ```
 
-Every file is written at once or not at all, so that a process that dies, or a disk that is full,
-leaves no half of a cell. The set-up and the cells are read again; tables are made from them.
+Every file is written atomically, so a killed process or a full disk leaves no partial cell. When a
+sweep continues, the set-up and the cells are read; the tables are made from the cells.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ OF_RESULTS = (
 
 
 class Store:
-    """The results in one folder, which is made if it is not there."""
+    """The results in one folder, which is created if it does not exist."""
 
     def __init__(self, folder: Path, setup: Mapping[str, Any]) -> None:
-        """Open or begin a folder.
+        """Open a folder, or create it.
 
         Args:
-            setup: what all its cells have in common; "made_with" may differ.
+            setup: the settings that all cells share; "made_with" may differ.
 
         Raises:
-            UserError: if the folder holds results of another set-up or files of somebody else that
-                would have to give way, or if it cannot be written.
+            UserError: if the folder holds results of another set-up, or other files that would be
+                overwritten, or if it cannot be written to.
         """
         self.folder = folder
         content = json.dumps(setup, indent=2, default=str)
@@ -77,18 +77,18 @@ class Store:
         names = sorted((set(former) | set(setup)) - {"made_with"})
         differing = [n for n in names if former.get(n) != setup.get(n)]
         if differing:
-            said = "; ".join(f"{n} was {former.get(n)!r}, is {setup.get(n)!r}" for n in differing)
+            pairs = "; ".join(f"{n} was {former.get(n)!r}, is {setup.get(n)!r}" for n in differing)
             raise UserError(
                 f"{self.folder} holds results of another set-up, with which new ones cannot be "
-                f"compared: {said}; give another --output"
+                f"compared: {pairs}; give another --output"
             )
 
     def _write(self, name: str, text: str) -> None:
         path = self.folder / name
-        advice = "; what is finished is kept, so see to it and give the same command again, or "
+        advice = "; finished cells are kept, so fix that and give the same command again, or "
         with refusing(f"cannot write {path}", OSError, advice=f"{advice}another --output"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_at_once(path, text.encode(errors="replace"))  # halves of a character
+            write_at_once(path, text.encode(errors="replace"))  # lone surrogates
 
     def finished(self) -> dict[Cell, Result]:
         """Every finished cell, in the order of their keys.
@@ -104,7 +104,7 @@ class Store:
         return {result.cell: result for result in sorted(found, key=lambda each: each.cell.key)}
 
     def save(self, result: Result) -> None:
-        """Write down a cell that is finished.
+        """Save a finished cell.
 
         Raises:
             UserError: if it cannot be written, or another sweep has written it meanwhile.
@@ -142,21 +142,21 @@ class Store:
 
 def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=list(columns))
-    return table.astype({"budget": "Int64"})  # numbers, though some are missing
+    return table.astype({"budget": "Int64"})  # integers with missing values
 
 
 # ---- the set-up ----------------------------------------------------------------------------------
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("press_core", "hooks_impl", "patch_impl", "attention_patch", "experiments")
-"""The packages of this project; results hang on their code and on tables beside it."""
+"""The packages of this project; results depend on their code and YAML files."""
 
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json")
-_ENDS = 2**20  # bytes of a file, at its start and its end, that tell it from another
+_ENDS = 2**20  # bytes at the start and at the end of a file that go into a digest
 
 
 def setup_of(settings: Settings) -> dict[str, Any]:
-    """The settings that cells share, the model and the versions; `made_with` is for information."""
+    """The settings that cells share, the model and the versions; `made_with` is informational."""
     made_with = environment_info()
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
     shared["threads"] = settings.threads or torch.get_num_threads()
@@ -170,20 +170,20 @@ def setup_of(settings: Settings) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """A digest of the sources that results hang on, whatever a commit says of them."""
+    """A digest of the sources that results depend on, uncommitted changes included."""
     patterns = [f"{part}/**/*.{kind}" for part in _CODE for kind in ("py", "yaml")]
     return _digest([path for pattern in patterns for path in _ROOT.glob(pattern)], _ROOT)
 
 
 def model_fingerprint(name: str) -> str:
-    """The commit of a model of the hub; of a folder a digest of its files."""
+    """The commit of a hub model, or a digest of the files of a local folder."""
     if (folder := local_folder(name)) is None:
         return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
     return _digest([path for pattern in _WEIGHTS for path in folder.glob(pattern)], folder)
 
 
 def _digest(files: list[Path], root: Path) -> str:
-    """Of names, sizes and contents of files below a folder, of large ones both ends."""
+    """A digest of names, sizes and contents of files; of large files, of both ends."""
     digest = hashlib.sha256()
     for path in sorted(files):
         size = path.stat().st_size

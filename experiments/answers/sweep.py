@@ -1,7 +1,7 @@
 """Sweeps: answers from compressed contexts, by model, press, amount, mechanism and dataset.
 
-A sweep is a grid of cells. Each is written down when it is finished, with what it takes to repeat
-it; the same command continues where an earlier one was interrupted. See `experiments.answers`.
+A sweep is a grid of cells. Each finished cell is written to a file; after an interrupt, the same
+command continues the sweep. See `experiments.answers`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from experiments.framework.tables import ResultTable
 def sweep(
     settings: Settings, store: Store, console: Console, **ray: Any
 ) -> tuple[pd.DataFrame, dict[Cell, str]]:
-    """Run the cells of `settings` that `store` does not hold yet, and write each down.
+    """Run the cells of `settings` that `store` does not hold yet, and save each.
 
     Args:
-        console: for progress.
+        console: receives progress.
         ray: arguments of `on_ray`; none: cells run one after the other in this process.
 
     Returns:
-        The results of all cells in the store, and why cells of this sweep have none.
+        The results of all cells in the store, and the reasons of cells that failed.
     """
     cells = plan(settings)
     finished = store.finished()
@@ -56,21 +56,21 @@ def sweep(
 
 
 def shown(outcomes: Outcomes, total: int, progress: Progress) -> Outcomes:
-    """The outcomes, with a bar, and a line for each."""
+    """Yield the outcomes, with a progress bar and a printed line for each."""
     for cell, outcome in progress.track(outcomes, total=total, description="cells"):
         yield cell, outcome
         if isinstance(outcome, Failure):
-            said = outcome.reason
+            text = outcome.reason
         else:
             row = outcome.summary()
             score = "not scored, " if row["score"] is None else f"{row['score']:.1%} of "
-            said = f"{score}{row['questions']} in {outcome.seconds:.1f} s"
-        name = f"{cell.dataset}  {cell.press}  {_asked(cell.ratio, cell.budget)}  {cell.mechanism}"
-        progress.console.print(f"{name}: {said}", markup=False, highlight=False)
+            text = f"{score}{row['questions']} in {outcome.seconds:.1f} s"
+        name = f"{cell.dataset}  {cell.press}  {_amount(cell.ratio, cell.budget)}  {cell.mechanism}"
+        progress.console.print(f"{name}: {text}", markup=False, highlight=False)
 
 
-def _asked(ratio: float | None, budget: int | None) -> str:
-    """What a press was told, in words; empty: nothing."""
+def _amount(ratio: float | None, budget: int | None) -> str:
+    """The ratio or budget of a cell as text; empty if it has neither."""
     if pd.notna(budget):
         return f"{budget} tokens"
     return "" if pd.isna(ratio) else f"{ratio:.0%}"
@@ -103,14 +103,14 @@ def _sweep(
     """Accuracy by press, amount, mechanism and dataset, in a sweep that can be interrupted.
 
     Give the same command again to continue. The folder then holds results.csv (a row per cell),
-    predictions.csv (a row per question) and setup.json (what it takes to repeat it). The exit
-    status is 1 if a cell has no result.
+    predictions.csv (a row per question) and setup.json (model, versions and other settings). The
+    exit status is 1 if a cell has no result.
     """
-    # The file decides what no flag says; a flag that is not given has its default.
+    # Only flags that were given override the file, not the defaults of the others.
     sources = {name: ctx.get_parameter_source(name) for name in flags}
     given = {n: flags[n] for n, source in sources.items() if source and source.name != "DEFAULT"}
     settings = settings_from(config, given)
-    plan(settings)  # mistakes show before a folder is made
+    plan(settings)  # errors are raised before a folder is created
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     gpus = float(on_gpu) if ray_gpus is None else ray_gpus
     cpus = settings.threads or torch.get_num_threads()
@@ -122,7 +122,7 @@ def _sweep(
 
 
 def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[Any, str]:
-    """Run the sweep and print its table; what failed, and why."""
+    """Run the sweep and print its table; returns the reasons of cells that failed."""
     console, store = Console(stderr=True), Store(output, setup_of(settings))
     try:
         results, failures = sweep(settings, store, console, **ray)
@@ -143,7 +143,7 @@ def _results(results: pd.DataFrame) -> Table:
     rows = [
         [
             *(row["dataset"], press_words(row["press"]), row["mechanism"]),
-            *(_asked(row["ratio"], row["budget"]), f"{row['evicted']:.0%}"),
+            *(_amount(row["ratio"], row["budget"]), f"{row['evicted']:.0%}"),
             "not known" if pd.isna(row["score"]) else bracketed(row, "score", ".1%"),
         ]
         for row in results.to_dict("records")
@@ -152,5 +152,5 @@ def _results(results: pd.DataFrame) -> Table:
 
 
 def press_words(press: str) -> str:
-    """`AdaKVPress(SnapKVPress())` as `AdaKV(SnapKV)`."""
+    """The short name of a press: `AdaKV(SnapKV)` for `AdaKVPress(SnapKVPress())`."""
     return press.replace("Press()", "").replace("Press", "")

@@ -1,4 +1,4 @@
-"""An auditor: what does a hook, a patch or a library touch, for whom, and what does it leave?
+"""An auditor: what a hook, a patch or a library changes, who is affected, and what remains.
 
 ```python
 from experiments.audit import audit
@@ -40,24 +40,24 @@ __all__ = ["Audit", "Change", "Place", "audit", "differences", "snapshot"]
 __all__ += ["CALL", "CLASS", "INSTANCE", "LEFT", "OPEN", "PROCESS", "REACHES", "RUNNING", "THREAD"]
 
 OPEN, RUNNING, LEFT = WHEN = ("while open", "while running", "left")
-"""When a change is seen: while the scope is open; only while a call runs in it; after it."""
+"""When a change is visible: while the scope is open; only during a call in it; after it."""
 
 _ABSENT = object()
 _COLUMNS = ["when", "reach", "how", "kind", "owner", "name", "before", "after"]
 
 Look = Callable[[], None]
 Run = Callable[[Any, Look], Any]
-"""`run(model, look)`: calls the model, and `look` from somewhere inside the call."""
+"""`run(model, look)`: calls the model, and calls `look` during that call."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was.
+    """A difference between two snapshots.
 
     Attributes:
         how: "added", "changed" or "removed".
-        place: where.
-        before, after: what was and is there, in a few words.
+        place: where the difference is.
+        before, after: short descriptions of the old and the new value.
     """
 
     how: str
@@ -68,12 +68,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Audit:
-    """What a mechanism touched.
+    """The changes that a mechanism made.
 
     Attributes:
-        open: what differs while the scope is open.
-        running: what differs in the middle of a call, and not between calls.
-        left: what still differs afterwards.
+        open: differences while the scope is open.
+        running: further differences during a call in the scope.
+        left: differences that remain after the scope.
     """
 
     open: tuple[Change, ...]
@@ -91,19 +91,19 @@ class Audit:
         return pd.DataFrame(rows, columns=_COLUMNS)
 
     def counts(self) -> pd.DataFrame:
-        """Changes by reach (rows) and by when they are seen (columns)."""
+        """Number of changes by reach (rows) and by when they are visible (columns)."""
         counted = self.table().groupby(["reach", "when"]).size().unstack(fill_value=0)
         return counted.reindex(index=list(REACHES), columns=list(WHEN), fill_value=0)
 
     def by_kind(self) -> pd.DataFrame:
-        """Changes of one kind counted: `when`, `reach`, `how`, `kind`, `changes`, `example`."""
+        """Number of changes by kind: `when`, `reach`, `how`, `kind`, `changes`, `example`."""
         table = self.table()
         table["example"] = table["owner"] + "." + table["name"]
         grouped = table.groupby(["when", "reach", "how", "kind"], sort=False)
         return grouped["example"].agg(changes="size", example="first").reset_index()
 
     def to_markdown(self) -> str:
-        """The counts, and then every change, as two Markdown tables."""
+        """The counts and all changes, as two Markdown tables."""
         return "\n\n".join(
             markdown_table(list(table.columns), list(table.itertuples(index=False)), left=None)
             for table in (self.counts().reset_index(), self.table())
@@ -111,20 +111,20 @@ class Audit:
 
 
 def audit(subject: Any, model: nn.Module, run: Run | None = None) -> Audit:
-    """What `subject` touches on `model` and anywhere else in the process, and what it leaves.
+    """Audit what `subject` changes on `model` and elsewhere in the process, and what remains.
 
     ```python
     print(audit(KnormPress(0.5)(model), model).to_markdown())
     ```
 
-    Snapshots are taken before, inside, in the middle of a call inside, and after. The model is run
-    once beforehand, so that nothing counts that any first call does.
+    Snapshots are taken before the scope, inside it, during a call inside it, and after it. The
+    model runs once beforehand, so that the effects of any first call are not counted.
 
     Args:
-        subject: a context manager; or a callable, which is called once: there is then no inside,
-            and what it did is what it left.
-        run: calls the model, and the function that it is given in the middle of the call. By
-            default a decoder of `transformers` is run on a few tokens, and any other not at all.
+        subject: a context manager; or a callable, which is called once, and whose changes all count
+            as left.
+        run: calls the model, and during that call its second argument. By default a model of
+            `transformers` runs on a few tokens, and any other model does not run.
 
     Raises:
         TypeError: if `subject` is neither.
@@ -149,10 +149,10 @@ def audit(subject: Any, model: nn.Module, run: Run | None = None) -> Audit:
 
 
 def forward(model: PreTrainedModel, look: Look) -> None:
-    """A forward of a few tokens, with a look around as the first layer stores its keys.
+    """Run a forward of a few tokens, and call `look` when the first layer stores its keys.
 
-    The look is taken by the cache, so that it needs neither a hook nor a patch; it comes before the
-    attention function is called.
+    The cache calls `look`, so this needs neither a hook nor a patch; the attention function has not
+    been called yet at that moment.
     """
     device = "cpu" if model.device.type == "meta" else model.device  # weights may be offloaded
     ids = torch.arange(3, 27, device=device).remainder(model.config.vocab_size)
@@ -161,7 +161,7 @@ def forward(model: PreTrainedModel, look: Look) -> None:
 
 
 class _LookingCache(DynamicCache):
-    """Calls a function when it is written to for the first time."""
+    """A cache that calls a function at its first update."""
 
     def __init__(self, look: Look) -> None:
         super().__init__()
@@ -175,12 +175,12 @@ class _LookingCache(DynamicCache):
 
 
 def _in_call(model: nn.Module, run: Run | None) -> Snapshot:
-    """A snapshot from the middle of a call; empty where there is none."""
+    """A snapshot taken during a call; empty if `run` is None."""
     seen: Snapshot = {}
 
     def look() -> None:
         seen.update(snapshot(model))
-        # The first two frames are this one's and the looker's own.
+        # The first two frames are this function and its caller.
         seen.update(call_places(sys._getframe(2), _in_call.__code__))
 
     if run is not None:
@@ -192,10 +192,10 @@ def _in_call(model: nn.Module, run: Run | None) -> Snapshot:
 
 
 def differences(before: Snapshot, after: Snapshot) -> tuple[Change, ...]:
-    """What was added, changed or removed from one snapshot to the other.
+    """What was added, changed or removed between two snapshots.
 
-    What lies inside of an added or exchanged submodule is not listed again, nor what lies inside of
-    a class or a Python module that one of the snapshots does not reach.
+    The contents of an added or replaced submodule are not listed, nor those of a class or a Python
+    module that only one of the snapshots covers.
     """
     values = {p: (before.get(p, _ABSENT), after.get(p, _ABSENT)) for p in before | after}
     changed = {place: pair for place, pair in values.items() if not same(*pair)}
@@ -206,7 +206,7 @@ def differences(before: Snapshot, after: Snapshot) -> tuple[Change, ...]:
     def counts(place: Place) -> bool:
         function = place.name.removesuffix(".__code__")
         if function != place.name and place._replace(name=function) in changed:
-            return False  # another function, so of course other code
+            return False  # the function itself was replaced, which is listed already
         if place.reach == INSTANCE:
             inside = place.owner
             return not any(inside == path or inside.startswith(f"{path}.") for path in exchanged)
@@ -221,7 +221,7 @@ def _change(place: Place, before: Any, after: Any) -> Change:
 
 
 def _described(value: Any) -> str:
-    """What a value is, in a few words and in one line."""
+    """A short description of a value, in one line."""
     if value is _ABSENT:
         return ""
     if isinstance(value, (str, int, float, torch.dtype)):

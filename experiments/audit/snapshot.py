@@ -1,8 +1,7 @@
-"""Everything that a mechanism could touch, as it stands at one moment.
+"""Snapshots of everything that a mechanism could change.
 
-Objects are recorded themselves, not by their ids: what a snapshot names stays alive as long as the
-snapshot, so that no id is given away twice. Configurations, settings and weights are recorded by
-value, as they change in place.
+A snapshot holds references to objects, not their ids, so that no object is freed and its id reused.
+Configurations, settings and weights are recorded by value, because they change in place.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ CALL, INSTANCE, CLASS, THREAD, PROCESS = REACHES = (
     "this thread",
     "this process",
 )
-"""Who is affected by a change, from the fewest to the most.
+"""What a change affects, from the narrowest reach to the widest.
 
-`CALL`: one call, in its arguments and on its stack. `INSTANCE`: whoever uses this model, its
-modules or its configuration. `CLASS`: all models whose classes come from the same file. `THREAD`:
-every model that this thread runs. `PROCESS`: every model.
+`CALL`: one call, through its arguments or its stack. `INSTANCE`: all uses of this model, its
+modules or its configuration. `CLASS`: all models whose classes are defined in the same file.
+`THREAD`: every model that this thread runs. `PROCESS`: every model.
 """
 
 
 class Place(NamedTuple):
-    """Where something is recorded.
+    """The key of a recorded value.
 
     Attributes:
         reach: one of `REACHES`.
-        kind: what it is: "hook", "attribute", "class attribute" and so on.
+        kind: "hook", "attribute", "class attribute" and so on.
         owner: path of the module in the model, or name of the class, Python module or registry.
-        name: of the attribute or entry there.
+        name: name of the attribute or entry of the owner.
     """
 
     reach: str
@@ -72,7 +71,7 @@ _SHARED = (
     "transformers.modeling_layers",
     "transformers.modeling_utils",
 )
-"""Python modules that models of all kinds lean on; other modeling files are added as loaded."""
+"""Python modules that all models use; other modeling files are added if they are loaded."""
 _TORCH = (
     "torch",
     "torch._C._nn",
@@ -82,7 +81,7 @@ _TORCH = (
     "torch.overrides",
 )
 _NOT_OWN = ("__builtins__", "__warningregistry__")
-"""Globals that Python puts into every file: the same dictionary, and who was warned of what."""
+"""Globals that Python adds to modules: the shared builtins, and the record of shown warnings."""
 _SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "default dtype": (PROCESS, torch.get_default_dtype),
     "deterministic algorithms": (PROCESS, torch.are_deterministic_algorithms_enabled),
@@ -96,19 +95,19 @@ _SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def snapshot(model: nn.Module) -> Snapshot:
-    """All that `model` reaches and all that reaches it: objects by identity, settings by value."""
+    """Record `model` and the classes, modules, registries and settings that can affect it."""
     homes = dict.fromkeys(type(module).__module__ for module in model.modules())
     own = [name for name in homes if not _is_shared(name)]
     files = chain.from_iterable(_file(name, CLASS) for name in own)
-    with no_garbage_collection():  # of thousands of small tuples, which would take twice as long
+    with no_garbage_collection():  # collecting thousands of small tuples would double the time
         return dict(chain(_instances(model), _classes(model), files, _process(own)))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two snapshots have the same object, or an equal value, in a place."""
+    """Whether two recorded values are the same object, or equal plain values."""
     if one is other:
         return True
-    # Python makes some values anew at each look; equal ones are the same.
+    # Some values are created anew at each access, so they are compared by value.
     plain = (int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
     return type(one) is type(other) and isinstance(one, plain) and one == other
 
@@ -151,11 +150,11 @@ def _config(owner: str, config: Any) -> Entries:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """Tells whether shape, dtype or any bit of a dense tensor have changed."""
-    # Modes that are open under audit are not to see what the auditor does.
+    """A text that changes with the shape, dtype, device or any bit of a dense tensor."""
+    # Torch modes under audit must not intercept the auditor's own operations.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
-        has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # a subclass need not
+        has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # subclasses may lack them
         if not has_bytes or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             return described
         flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -166,7 +165,7 @@ def _fingerprint(tensor: Tensor) -> str:
 
 
 def _is_shared(module_name: str) -> bool:
-    """Whether a Python module serves models of all kinds, rather than one family."""
+    """Whether a Python module is used by all models, not only by one family."""
     package, *rest = module_name.split(".")
     return package in ("torch", "builtins") or (
         package == "transformers" and rest[:1] != ["models"]
@@ -182,7 +181,7 @@ def _classes(model: nn.Module) -> Entries:
 def _class(cls: type, reach: str) -> Entries:
     owner = f"{cls.__module__}.{cls.__qualname__}"
     for name, value in list(vars(cls).items()):
-        # The one is recorded as a registry, the other Python notes on a class when it copies one.
+        # `_global_mapping` is recorded as a registry; copying an instance adds `__slotnames__`.
         if name not in ("_global_mapping", "__slotnames__"):
             yield from _nested(Place(reach, "class attribute", owner, name), value, 1)
 
@@ -201,7 +200,7 @@ def _held(name: str) -> dict[str, Any]:
 
 def _globals(name: str, reach: str) -> Entries:
     for key, value in _held(name).items():
-        # An import leaves the submodule in its parent: counted as imported.
+        # An import sets the submodule on its parent; it is recorded as an imported module.
         imported = isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value
         if key not in _NOT_OWN and not imported:
             yield from _nested(Place(reach, "module global", name, key), value, 1)
@@ -230,7 +229,7 @@ def _process(own: list[str]) -> Entries:
 
 
 def _registries(names: list[str]) -> Entries:
-    """The entries of attention and mask registries: those of all, and those of each object."""
+    """The entries of attention and mask registries: the global ones, and those of each instance."""
     kinds = {AttentionInterface: "attention registry", AttentionMaskInterface: "mask registry"}
     for cls, kind in kinds.items():
         place = Place(PROCESS, kind, cls.__name__, "_global_mapping")
@@ -248,10 +247,10 @@ def _registries(names: list[str]) -> Entries:
 
 
 def call_places(frame: FrameType | None, end: CodeType) -> Snapshot:
-    """The stack from `frame` up to the function whose code is `end`, and what its calls carry.
+    """The stack from `frame` up to the function whose code is `end`, with extra arguments.
 
-    Functions are recorded by name and how often they occur; of the calls of attention modules, the
-    names of the keyword arguments that their signature does not list.
+    Functions are recorded by name and number of occurrences; for calls of attention modules, also
+    the names of keyword arguments that their signature does not list.
     """
     found: Snapshot = {}
     counts: Counter[tuple[str, str]] = Counter()
@@ -273,11 +272,11 @@ def call_places(frame: FrameType | None, end: CodeType) -> Snapshot:
 
 
 def _nested(place: Place, value: Any, depth: int = 3) -> Entries:
-    """A value, what a container holds, and the code that a function runs."""
+    """A value, the items of a container, and the code object of a function."""
     if isinstance(value, (set, frozenset)):
         yield place, repr(sorted(map(repr, value)))
         return
-    yield place, tuple if isinstance(value, tuple) else value  # tuples: by what they hold
+    yield place, tuple if isinstance(value, tuple) else value  # tuples are compared by their items
     items: Any = ()
     if type(value) in _MAPPINGS:
         items = value.items()

@@ -1,1 +1,1 @@
-"""What every experiment is made with: its shape, its tables, figures and the report."""
+"""The framework of the experiments: base class, tables, figures and the report."""

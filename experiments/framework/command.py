@@ -1,4 +1,4 @@
-"""An experiment on the command line: flags from its options, a bar, tables, files, a status."""
+"""The command of an experiment: flags from its options, progress bar, output and exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.framework.manifest import check_names, check_writable
 from experiments.framework.results import write_figures, write_tables
 
 SEED = 0
-"""What Python's, NumPy's and torch's generators are set to before an experiment is measured."""
+"""Seed of Python's, NumPy's and torch's generators before an experiment is measured."""
 
 _Output = Annotated[
     Path | None, typer.Option(help="Folder to write the tables and the figures to.")
@@ -30,7 +30,7 @@ _Output = Annotated[
 
 
 def command_of(experiment: AnyExperiment) -> Callable[..., None]:
-    """The command of an experiment: a function with its options as parameters, for typer."""
+    """The command of an experiment for typer: a function with the options as parameters."""
 
     def run(flags: dict[str, Any], output: _Output = None) -> None:
         if output is not None:
@@ -47,24 +47,25 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
 
 
 def with_flags(run: Callable[..., None], defaults: Any, help: str | None) -> Callable[..., None]:
-    """A command that calls `run` with the values of its flags by name.
+    """A command that calls `run` with a dictionary of flags by name.
 
     Args:
-        run: its other parameters are flags too, which it is given by name.
+        run: takes that dictionary first; its other parameters are flags too, passed by name.
         defaults: a frozen dataclass; each field with a `typer.Option` is a flag: see
             `Experiment.full`.
+        help: help text of the command.
     """
     _, *own = inspect.signature(run, eval_str=True).parameters.values()
-    kinds, told = (
+    kinds, hints = (
         get_type_hints(type(defaults), include_extras=extras) for extras in (False, True)
     )
     parameters = []
-    for name, (*_, option) in ((name, get_args(hint)) for name, hint in told.items()):
+    for name, (*_, option) in ((name, get_args(hint)) for name, hint in hints.items()):
         if isinstance(option, OptionInfo):
             kind, default = kinds[name], getattr(defaults, name)
             if isinstance(default, tuple):
                 item = get_args(kind)[0]
-                item = str if get_origin(item) is Literal else item  # typer knows no list of these
+                item = str if get_origin(item) is Literal else item  # typer takes no list of these
                 kind, default = list[item] | None, list(default) or None  # type: ignore[valid-type]
             flag = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
             parameters.append(flag.replace(annotation=Annotated[kind, option]))
@@ -74,7 +75,7 @@ def with_flags(run: Callable[..., None], defaults: Any, help: str | None) -> Cal
         others = {flag.name: flags.pop(flag.name) for flag in own}
         for name, value in flags.items():
             if isinstance(getattr(defaults, name), tuple):
-                flags[name] = tuple(value or ())  # typer gives None for a list without a value
+                flags[name] = tuple(value or ())  # typer passes None for an empty list
         run(flags, **others)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -84,10 +85,10 @@ def with_flags(run: Callable[..., None], defaults: Any, help: str | None) -> Cal
 
 
 def measured(experiment: AnyExperiment, options: Any, progress: Progress) -> Tables:
-    """The tables of an experiment: the same ones whatever was run before.
+    """Seed all generators, run an experiment and return its tables.
 
     Raises:
-        ValueError: if one is not called as the experiment is.
+        ValueError: if a table's name does not start with the experiment's.
     """
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(SEED)
@@ -98,7 +99,7 @@ def measured(experiment: AnyExperiment, options: Any, progress: Progress) -> Tab
 
 
 def progress_bar(disable: bool = False) -> Progress:
-    """How far an experiment is, on stderr if that is a terminal; gone when it is done."""
+    """A progress bar on stderr, hidden if that is no terminal, and removed at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     console = Console(stderr=True)
     hidden = disable or not console.is_terminal
@@ -106,7 +107,7 @@ def progress_bar(disable: bool = False) -> Progress:
 
 
 def show(experiment: AnyExperiment, tables: Tables, console: Console) -> None:
-    """Print what was found."""
+    """Print views, remarks and findings."""
     for view in experiment.views(tables):
         console.print(Markdown(view.note))
         if view.rows:

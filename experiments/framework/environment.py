@@ -1,4 +1,4 @@
-"""When, with what and on what a study is run."""
+"""Date, commit, library versions and machine of a study."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 def environment_info() -> dict[str, Any]:
-    """When, with what and on what a study is run."""
+    """Date, commit, library versions and machine, as fields of the manifest."""
     libraries = ("torch", "transformers", "wrapt", "pandas")
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -31,7 +31,7 @@ def environment_info() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of this code, "+changes" if Python files differ from it, None if unknown."""
+    """The git commit of this code, with "+changes" if Python files differ; None if unknown."""
     here = Path(__file__)
 
     def git(*args: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,7 @@ def commit() -> str | None:
 
     try:
         if git("ls-files", "--error-unmatch", here.name).returncode:
-            return None  # installed somewhere, perhaps inside of another repository
+            return None  # installed, perhaps inside another repository
         commit = git("rev-parse", "HEAD").stdout.strip()
         changed = git("diff", "--quiet", "HEAD", "--", ":/*.py").returncode
     except OSError:

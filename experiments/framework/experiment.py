@@ -1,4 +1,4 @@
-"""What an experiment is. The command line, the study and the report follow from it.
+"""The base class of experiments, from which command line, study and report are derived.
 
 ```python
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Weight(Experiment[Options]):
 EXPERIMENT = Weight()
 ```
 
-A line in `experiments.EXPERIMENTS` makes it a command, and a part of the study.
+A line in `experiments.EXPERIMENTS` makes it a command and a part of the study.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from experiments.framework.own_model import LeftOutError, OptionsT, OwnModel, Pl
 from experiments.framework.tables import ResultTable
 
 Tables = dict[str, pd.DataFrame]
-"""Tables by name; a name is the stem of the CSV file."""
+"""Tables by name; the name is the stem of the CSV file."""
 
 MAX_WORDS = 25
-"""Of a finding."""
+"""Longest text of a finding, in words."""
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
 _NUMBER = re.compile(r"-?\d[\d,.]*")
@@ -61,7 +61,7 @@ _INTERVAL = re.compile(r"\[([-+]?[\d.]+), ([-+]?[\d.]+)\]")
 
 
 class Evidence(str, Enum):
-    """A kind of evidence; its value is what findings are labelled with."""
+    """A kind of evidence; its value is the label of findings."""
 
     BITS = "bit equality"
     STATE = "state compared"
@@ -73,7 +73,7 @@ class Evidence(str, Enum):
 
     @property
     def threat(self) -> str:
-        """What it shows and what it does not, in a sentence or two."""
+        """The threat to validity: what such evidence shows and what it does not."""
         return str(_THREATS[self.value])
 
 
@@ -82,19 +82,19 @@ _THREATS = yaml.safe_load(Path(__file__).with_name("evidence.yaml").read_text(en
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found out, in a sentence computed from the tables.
+    """One result, as a sentence computed from the tables.
 
     Attributes:
-        name: of the finding among those of its experiment; part of its anchor, so it stays.
-        text: Markdown of at most `MAX_WORDS` words, with one number in bold.
-        need: what a reader wants to do, such as "decode a pruned cache", to whom this answers; the
-            report's first page lists the needs. Empty: none.
-        verdict: what the answer to the need comes to.
-        evidence: what kind it rests on, if another than most findings of its experiment.
-        again: the number in bold from other seeds, where the study has drawn contexts anew.
+        name: unique within its experiment; part of its anchor, so do not change it.
+        text: Markdown of at most `MAX_WORDS` words, with exactly one number in bold.
+        need: what a reader wants to do, such as "decode a pruned cache"; the report's first table
+            lists the findings by need. Empty: the finding is not in that table.
+        verdict: the answer to the need, in one word.
+        evidence: its kind of evidence, if it differs from that of its experiment.
+        reseeded: values of the bold number with contexts from other seeds, if measured.
 
     Raises:
-        ValueError: if `text` is too long, or has not one number in bold.
+        ValueError: if `text` is too long, or does not have exactly one number in bold.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Finding:
     need: str = ""
     verdict: Literal["works", "costs", "breaks"] | None = None
     evidence: Evidence | None = None
-    again: tuple[float, ...] = ()
+    reseeded: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         words = len(self.text.split())
@@ -114,30 +114,30 @@ class Finding:
 
     @property
     def number(self) -> float:
-        """The number in bold, as it is written: 67 of "67%"."""
+        """The number in bold, without its unit: 67 of "67%"."""
         (bold,) = _BOLD.findall(self.text)
         return float(_NUMBER.findall(bold)[0].replace(",", ""))
 
     @property
     def basis(self) -> str:
-        """What it rests on, in a few words; empty: nobody said."""
+        """The kind of evidence and the numbers from other seeds; empty if neither is known."""
         kind = "" if self.evidence is None else self.evidence.value
-        seeds = ", ".join(map("{:g}".format, self.again))
+        seeds = ", ".join(map("{:g}".format, self.reseeded))
         return f"{kind}; {seeds} from other seeds" if seeds else kind
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the number in bold, as it is written; both ends are NaN where it has none."""
+        """The interval in the text; both ends are NaN if there is none."""
         found = _INTERVAL.search(self.text)
         return (float(found[1]), float(found[2])) if found else NONE
 
 
 class Claim(NamedTuple):
-    """How a finding is measured again in about a minute.
+    """How to repeat a finding in about a minute.
 
     Attributes:
-        options: of the experiment, on a small grid.
-        within: by how much the number may differ from that of the whole study.
+        options: options of the experiment, with a small grid.
+        within: largest allowed difference between its number and that of the full study.
     """
 
     options: Any
@@ -145,11 +145,11 @@ class Claim(NamedTuple):
 
 
 class Contrast(NamedTuple):
-    """Hooks against patches in one number each, for the report's first figure.
+    """Hooks compared with patches, one number each, for the report's first figure.
 
     Attributes:
-        title: what the numbers are.
-        bars: numbers by what they are of: "hooks", "patches", and perhaps others.
+        title: what the numbers measure.
+        bars: numbers by mechanism: "hooks", "patches", and possibly others.
     """
 
     title: str
@@ -161,20 +161,20 @@ class Experiment(ABC, Generic[OptionsT]):
 
     The docstring of a subclass has three paragraphs and is the help of its command: what it does;
     the `question`, one sentence; and the `method`, three to five: how it is measured, what would
-    change the answer, and what it does not show. Whatever says what was found reads it off the
-    tables, which may come from CSV files.
+    change the answer, and what it does not show. Findings, views and figures are computed from the
+    tables alone, which may have been read from CSV files.
 
     Attributes:
-        name: of the command, and stem of its files.
+        name: name of the command, and stem of its files.
         title: heading in the report.
         full: options of `make results`, and defaults of the command. A frozen dataclass, each of
-            whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. What
-            a flag can repeat is a `tuple[type, ...]`, empty by default where that stands for all.
+            whose fields is a flag: `Annotated[type, typer.Option(help=...)]`, with a default. A
+            flag that can be repeated is a `tuple[type, ...]`; an empty default may mean all.
         quick: options of `make study`, on smaller grids.
-        evidence: what kind its findings rest on, where they do not say.
-        claims: how single findings are measured again in about a minute, by their names.
-        redrawn: options, with a `seed`, under which findings are drawn again from other seeds.
-        left_out: why it has nothing to say of a model of the user's own, if it takes none.
+        evidence: kind of evidence of findings that do not set their own.
+        claims: by the finding's name, how to repeat it in about a minute.
+        redrawn: options with a `seed` for measuring the findings with other seeds.
+        left_out: for experiments without a `model` option, why they do not run on the user's model.
     """
 
     name: ClassVar[str]
@@ -196,70 +196,70 @@ class Experiment(ABC, Generic[OptionsT]):
 
     @abstractmethod
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
-        """Make the tables.
+        """Run the experiment and return its tables.
 
         Args:
-            progress: shows how far this is; `progress.track` and `progress.console` serve most.
+            progress: a progress bar; most experiments use `progress.track` and `progress.console`.
 
         Raises:
-            UserError: if `options` ask for what cannot be done; before anything is run.
+            UserError: if `options` cannot be met; raised before anything runs.
         """
 
     def on(self, own: OwnModel) -> Planned[OptionsT]:
-        """What to run on a model of the user's own; by default what `make study` runs, on it.
+        """The plan for the user's own model; by default the quick options with that model.
 
         Raises:
-            LeftOutError: if the experiment has nothing to say of that model.
+            LeftOutError: if the experiment does not apply to that model.
         """
         return Planned(self.quick_on(own))
 
     def quick_on(self, own: OwnModel, **changed: Any) -> OptionsT:
-        """The quick options with the user's own model, how it is loaded, and what else is given.
+        """The quick options with the user's model, its dtype and device, and the fields `changed`.
 
         Raises:
-            LeftOutError: if the experiment takes no model.
+            LeftOutError: if the options have no field `model`.
         """
         quick: Any = self.quick
         if not hasattr(quick, "model"):
             raise LeftOutError(self.left_out)
         model = (own.model,) if isinstance(quick.model, tuple) else own.model
-        told = {"model": model, "dtype": own.dtype, "device": own.device}
-        told = {name: value for name, value in told.items() if hasattr(quick, name)}
-        return replace(quick, **(told | changed))
+        loaded = {"model": model, "dtype": own.dtype, "device": own.device}
+        loaded = {name: value for name, value in loaded.items() if hasattr(quick, name)}
+        return replace(quick, **(loaded | changed))
 
     @abstractmethod
     def findings(self, tables: Tables) -> list[Finding]:
-        """What was found, the answer to the question first."""
+        """The findings; the first one answers the question."""
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        """Tables to be read by people."""
+        """Tables for readers."""
         return []
 
     def remarks(self, tables: Tables) -> list[str]:
-        """What else a reader should know: Markdown, a paragraph or a list each."""
+        """Further notes for readers, in Markdown: a paragraph or a list each."""
         return []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Figures by name, the stem of the SVG file; the first shows the first finding.
+        """Figures by name, the stem of the SVG file; the first one shows the first finding.
 
         Each has a label (`Figure.set_label`) that says what it shows.
         """
         return {}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
-        """What goes into the report's first figure."""
+        """Contrasts for the report's first figure."""
         return []
 
     def passed(self, tables: Tables) -> bool:
-        """Whether the command ends with status 0."""
+        """Whether the command exits with status 0."""
         return True
 
     def markdown(self, tables: Tables) -> str:
-        """All that is said of the tables, as Markdown."""
+        """Findings, views and remarks as Markdown."""
         findings = " ".join(finding.text for finding in self.findings(tables))
         views = [view.markdown() for view in self.views(tables)]
         return "\n\n".join(filter(None, [findings, *views, *self.remarks(tables)])) + "\n"
 
 
 AnyExperiment = Experiment[Any]
-"""An experiment, whatever its options."""
+"""An experiment with any type of options."""

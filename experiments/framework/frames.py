@@ -1,4 +1,4 @@
-"""Data frames as people see them: matrices of colours, and tables of words."""
+"""Data frames for readers: matrices of coloured cells, and tables of text."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from experiments.framework.tables import ResultTable
 def heat_maps(
     tables: Mapping[str, pd.DataFrame], label: str, form: str = "{:.0%}", columns: int = 1
 ) -> Figure:
-    """A panel for each table of numbers that are not negative, the largest of all the darkest.
+    """Heat maps of non-negative numbers, a panel for each table, with one colour scale for all.
 
     Args:
-        tables: by title; labels of rows and columns are shown as they are, NaN as no cell.
+        tables: by title; index and column labels become the tick labels, NaN an empty cell.
         label: what the figure shows, in words.
-        form: how numbers are written.
-        columns: of panels.
+        form: format of the numbers.
+        columns: number of panels in a row.
     """
     most = max(table.max().max() for table in tables.values()) or 1.0
     size = max(len(table) for table in tables.values())
     n_cells, n_rows = max(table.shape[1] for table in tables.values()), -(-len(tables) // columns)
-    width = max(4.2, 1.4 + columns * (0.4 + 0.45 * n_cells))  # titles need some
+    width = max(4.2, 1.4 + columns * (0.4 + 0.45 * n_cells))  # wide enough for titles
     height = n_rows * (0.9 + 0.23 * size)
     figure, axes = new_figure(n_rows, columns, width=width, height=height, sharey=True)
 
@@ -52,33 +52,33 @@ def heat_maps(
 
 
 class OutcomeMatrix:
-    """What came of each mechanism (columns) in each of several cases (rows).
+    """The worst outcome of each mechanism (columns) in each of several cases (rows).
 
     Args:
-        table: a column `mechanism`, a column `row`, and a column `outcome`, of which the worst
-            counts.
-        looks: by outcome, from the best to the worst, what a cell of the figure says and its
-            colour (`"#rrggbb"`). The table leaves the best blank.
+        table: has the columns `mechanism` and `outcome`, and the column that `row` names.
+        row: the column with the cases.
+        looks: by outcome, from best to worst, the text of a cell in the figure and its colour
+            (`"#rrggbb"`). In the table the best outcome is an empty cell.
     """
 
     def __init__(self, table: pd.DataFrame, row: str, looks: Mapping[str, tuple[str, str]]) -> None:
         order, self._looks = list(looks), looks
         self._outcomes = table.pivot_table(
-            "outcome", row, "mechanism", aggfunc=lambda had: max(had, key=order.index), sort=False
+            "outcome", row, "mechanism", aggfunc=lambda each: max(each, key=order.index), sort=False
         )
 
     def table(self, note: str) -> ResultTable:
-        """As a table of words."""
+        """The matrix as a table of text."""
         words = self._outcomes.fillna("not run").replace(next(iter(self._looks)), "")
         return frame_table(note, words.rename_axis(index="").reset_index(), None)
 
     def figure(self, label: str) -> Figure:
-        """As a figure, with a legend; `label` says what it shows."""
+        """The matrix as a figure with a legend; `label` says what it shows."""
         handles = [
             Line2D([], [], color=colour, marker="s", ms=9, ls="none", label=f"{mark}  {outcome}")
             for outcome, (mark, colour) in self._looks.items()
         ]
-        shown = self._outcomes.rename(index=lambda row: fill(row, 28))  # as narrow as a phone
+        shown = self._outcomes.rename(index=lambda row: fill(row, 28))  # narrow enough for a phone
         n_rows, n_columns = shown.shape
         figure, (panel,) = new_figure(width=2.2 + 0.22 * n_columns, height=2.1 + 0.26 * n_rows)
         with style():
@@ -89,10 +89,10 @@ class OutcomeMatrix:
 
 
 def _draw_cells(panel: Axes, cells: pd.DataFrame) -> None:
-    """Fill `panel` with a matrix, labels of columns written slanted above it.
+    """Fill `panel` with a matrix; the column labels are slanted above it.
 
     Args:
-        cells: the text and the colour (`"#rrggbb"`) of each; NaN: it stays empty.
+        cells: text and colour (`"#rrggbb"`) of each cell; NaN: the cell stays empty.
     """
     rows, columns = list(cells.index), list(cells.columns)
     for (y, x), look in np.ndenumerate(cells.to_numpy()):
@@ -115,18 +115,23 @@ def _is_dark(colour: str) -> bool:
     return 0.3 * red + 0.59 * green + 0.11 * blue < 130
 
 
-# ---- tables of words -----------------------------------------------------------------------------
+# ---- tables of text ------------------------------------------------------------------------------
 
 
 def frame_table(note: str, frame: pd.DataFrame, left: int | None = 1) -> ResultTable:
-    """The columns of a data frame; see `ResultTable`."""
+    """A data frame as a `ResultTable`, without its index."""
     return ResultTable(note, list(frame.columns), frame.to_numpy().tolist(), left)
 
 
 def wide_table(
     note: str, rows: pd.DataFrame, index: Sequence[str], columns: str, cells: Sequence[str]
 ) -> ResultTable:
-    """`cells`, a text for each of `rows`, by the columns `index` and `columns`, as they come."""
+    """A pivot table of `cells`, one text for each of `rows`, in the order of `rows`.
+
+    Args:
+        index: columns of `rows` that become the leading columns.
+        columns: column of `rows` whose values become the other columns.
+    """
     wide = rows.assign(cell=cells).pivot_table(
         "cell", list(index), columns, aggfunc="first", sort=False, fill_value=""
     )

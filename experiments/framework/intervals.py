@@ -1,8 +1,8 @@
 """95% intervals: the bias-corrected and accelerated (BCa) bootstrap over independent units.
 
-A unit is a round of timing, in which everything takes its turn, or a context, whatever the number
-of questions about it. Where there is no interval, both of its ends are NaN: with fewer than `LEAST`
-units, and where all units are alike, of which resampling tells nothing.
+A unit is a round of timing, in which every condition is timed, or a context, whatever the number
+of questions about it. Both ends of an interval are NaN if there are fewer than `LEAST` units, or if
+all units are equal, because resampling them shows no variation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pandas as pd
 from scipy.stats import DegenerateDataWarning, bootstrap
 
 LEAST = 6
-"""Units without which there is no interval."""
+"""Smallest number of units that gives an interval."""
 
 METHOD = "95% bootstrap intervals"
-"""What tables and figures call them, before they say over which units."""
+"""Name of the intervals in tables and figures, which then name the units."""
 
 NONE = float("nan"), float("nan")
 
@@ -27,7 +27,7 @@ _RESAMPLES = 5_000
 
 
 def median_interval(values: Any) -> tuple[float, float]:
-    """The interval of a median over units, such as the ratios of times of each round."""
+    """The interval of a median over units, such as the ratio of times in each round."""
     return _interval(np.median, np.asarray(values, dtype=float))
 
 
@@ -36,8 +36,8 @@ def mean_interval(values: Any, clusters: Any = None) -> tuple[float, float]:
 
     Args:
         values: `(n,)`, such as scores of questions.
-        clusters: which unit each value belongs to, such as the context of its question; None: each
-            value is a unit of its own.
+        clusters: the unit that each value belongs to, such as the context of its question; None:
+            each value is a unit.
     """
     if clusters is None:
         return _interval(np.mean, np.asarray(values, dtype=float))
@@ -61,10 +61,10 @@ def _interval(statistic: Callable[..., Any], *units: Any) -> tuple[float, float]
 
 
 def bracketed(row: Any, name: str, form: str = ".2f", low: str = "low", high: str = "high") -> str:
-    """A number of a table with its interval, `"0.98 [0.97, 0.99]"`; alone where it has none."""
+    """A number of a table with its interval, if it has one: `"0.98 [0.97, 0.99]"`."""
     return f"{row[name]:{form}}{bracket(row[low], row[high], form)}"
 
 
 def bracket(low: float, high: float, form: str = ".2f") -> str:
-    """An interval after a blank, `" [0.97, 0.99]"`; empty where there is none."""
+    """An interval with a leading space, `" [0.97, 0.99]"`; empty if there is none."""
     return "" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]"

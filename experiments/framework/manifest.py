@@ -1,8 +1,8 @@
-"""The manifest of a study's folder, `run.json`: what was run, and which files came of it.
+"""The manifest of a study's folder, `run.json`: what was run, and which files it wrote.
 
-A study removes and replaces the files that its manifest names, and no others. So names are checked
-when it is read: a table or figure of `quality` is called `quality` or `quality_...`, and nothing in
-a manifest leads out of its folder.
+A study removes and replaces only the files that its manifest names. The names are therefore checked
+when the manifest is read: a table or figure of `quality` is called `quality` or `quality_...`, and
+no name leads out of the folder.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from experiments.framework.wording import refused
 
 MANIFEST = "run.json"
 REPORTS = ("report.md", "report.html", "overview.svg")
-"""What is written of all experiments together."""
+"""Files about all experiments together."""
 
 UNFINISHED = "it was interrupted before everything was written"
-"""The error of an experiment whose files are being written."""
+"""Error of an entry while its files are being written."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 
 
 class Entry(BaseModel, frozen=True, strict=True):
-    """One experiment.
+    """One experiment in a manifest.
 
     Attributes:
-        seconds: that it ran.
-        error: why it failed, in one line, or None.
-        tables: names of its CSV files.
-        figures: what each of its SVG files shows, in words, by name.
-        commit: of the code that ran it, or None if that is not known.
-        versions: of the libraries that it ran with.
-        repeat: the command that runs it again; empty: the experiment's own.
-        options: that it ran with, as text.
-        note: what a reader has to know besides, a sentence; empty: nothing.
+        seconds: how long it ran.
+        error: why it failed, in one line; None if it did not.
+        tables: names of its CSV files, without suffix.
+        figures: by name of an SVG file, without suffix, what it shows, in words.
+        commit: commit of the code that ran it; None if unknown.
+        versions: versions of the libraries that it ran with.
+        repeat: the command that repeats it; empty: the experiment's own.
+        options: `repr` of its options.
+        note: a further sentence for readers; may be empty.
     """
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -60,13 +60,13 @@ class Entry(BaseModel, frozen=True, strict=True):
 
 
 class Manifest(BaseModel, frozen=True, strict=True):
-    """A study: when, with what and on what it was begun, and what came of it.
+    """A study: its date, code, versions and machine, and its experiments.
 
     Attributes:
-        model: of the user's own, as it was given; None: the study of this project.
+        model: the user's own model, as it was given; None: the shipped models.
         quick: whether grids are small.
-        left_out: why an experiment is not run on that model, by its name.
-        waiting: names of the experiments that were asked for and are not finished.
+        left_out: by experiment, why it does not run on the user's model.
+        waiting: names of the experiments that are planned and not finished.
         experiments: entries by name, in the order of the report.
     """
 
@@ -94,22 +94,22 @@ class Manifest(BaseModel, frozen=True, strict=True):
 
     @property
     def tables_and_figures(self) -> set[str]:
-        """Names of those of its experiments."""
+        """Names of the tables' and figures' files."""
         return {file for entry in self.experiments.values() for file in entry.files}
 
     def noting(self, name: str, entry: Entry, order: Sequence[str]) -> Manifest:
-        """The manifest with what came of one experiment; all of them in `order`."""
+        """A copy with the entry of one experiment added or replaced; entries are in `order`."""
         entries = {**self.experiments, name: entry}
         known = {each: entries[each] for each in order if each in entries}
-        left = [each for each in self.waiting if each != name or entry.error == UNFINISHED]
-        return self.model_copy(update={"experiments": known, "waiting": left})
+        waiting = [each for each in self.waiting if each != name or entry.error == UNFINISHED]
+        return self.model_copy(update={"experiments": known, "waiting": waiting})
 
 
 def check_names(experiment: str, names: Iterable[str]) -> None:
-    """Check what tables or figures of an experiment are called.
+    """Check the names of tables or figures of an experiment.
 
     Raises:
-        ValueError: if one is not called as the experiment is, alone or before an underscore.
+        ValueError: if a name is neither the experiment's nor starts with it and an underscore.
     """
     for name in names:
         if name != experiment and not name.startswith(f"{experiment}_"):
@@ -120,10 +120,10 @@ def check_names(experiment: str, names: Iterable[str]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the study in `folder`.
+    """Read the manifest of the study in `folder`.
 
     Raises:
-        UserError: if there is none, or it is not one.
+        UserError: if there is no manifest, or the file is not valid.
     """
     path = folder / MANIFEST
     try:
@@ -139,12 +139,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write the manifest of a study into its `folder`: at once, or not at all."""
+    """Write the manifest of a study into its `folder`, atomically."""
     write_at_once(folder / MANIFEST, f"{manifest.model_dump_json(indent=2)}\n".encode())
 
 
 def write_at_once(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all, with the permissions that the umask says."""
+    """Write a file atomically; its permissions follow the umask."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_bytes(content)
@@ -157,16 +157,16 @@ def write_at_once(path: Path, content: bytes) -> None:
 
 
 def check_one_run(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> None:
-    """See that the results in `folder` are those of one run of one commit.
+    """Check that the results in `folder` are from one run of one commit.
 
     Args:
-        options: with which each experiment is to run, as text, by name.
+        options: by experiment, the `repr` of the options that it should have run with.
 
     Raises:
-        UserError: if they are not, saying why.
+        UserError: if they are not; the message says why.
     """
-    if told := list(_disagreements(folder, manifest, options)):
-        raise UserError(f"{folder} is not from one run: {'; '.join(told)}; run `make results`")
+    if reasons := list(_disagreements(folder, manifest, options)):
+        raise UserError(f"{folder} is not from one run: {'; '.join(reasons)}; run `make results`")
 
 
 def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
@@ -174,14 +174,14 @@ def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str])
         yield f"{manifest.commit[:7]} had changes that were not committed"
     yield from (f"{name} is not finished" for name in manifest.waiting)
     yield from (f"{name} is missing" for name in options.keys() - manifest.experiments.keys())
-    alike = {"error": None, "commit": manifest.commit, "versions": manifest.versions, "note": ""}
+    same = {"error": None, "commit": manifest.commit, "versions": manifest.versions, "note": ""}
     for name, entry in manifest.experiments.items():
-        for what, wanted in (alike | {"options": options.get(name)}).items():
+        for what, wanted in (same | {"options": options.get(name)}).items():
             if (found := getattr(entry, what)) != wanted:
                 yield f"the {what} of {name} is {found!r}, not {wanted!r}"
-    there = {path.name for path in folder.iterdir() if path.is_file()}
-    yield from (f"{name} is missing" for name in sorted(manifest.tables_and_figures - there))
-    yield from (f"{name} belongs to no experiment" for name in sorted(there - manifest.files))
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    yield from (f"{name} is missing" for name in sorted(manifest.tables_and_figures - files))
+    yield from (f"{name} belongs to no experiment" for name in sorted(files - manifest.files))
 
 
 # ---- whose files ---------------------------------------------------------------------------------
@@ -190,14 +190,17 @@ def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str])
 def former_study(
     output: Path, model: str | None, names: Collection[str], *, overwrite: bool = False
 ) -> Manifest | None:
-    """What an earlier study has left in the folder, once it is sure that one can be written there.
+    """Check that a study can be written to a folder, and return the manifest of a former study.
 
-    The folder is made if it is not there.
+    The folder is created if it does not exist.
 
     Args:
-        model: that will be studied; None: the study of this project.
-        names: of the experiments that will write.
-        overwrite: whether files that no study has written there may be replaced.
+        model: the user's own model that will be studied; None: the shipped models.
+        names: names of the experiments that will run.
+        overwrite: whether files that no study has written may be replaced.
+
+    Returns:
+        The manifest in the folder; None if there is none.
 
     Raises:
         UserError: if the folder cannot be written to, or holds a study of another model, or files
@@ -209,7 +212,7 @@ def former_study(
     if former and former.model != model:
         raise UserError(
             f"{output} holds a study of {former.model or 'the shipped models'}, not of "
-            f"{model or 'those'}; give another --output"
+            f"{model or 'the shipped models'}; give another --output"
         )
     replaceable = former.files if former else ()
     for path in sorted(output.iterdir()) if output.is_dir() else ():
@@ -229,10 +232,10 @@ def former_study(
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if it is not there.
+    """Create the folder if it does not exist, and check that files can be written to it.
 
     Raises:
-        UserError: if it cannot be made, or not be written to.
+        UserError: if it cannot be created, or cannot be written to.
     """
     with refusing(
         f"cannot write to the folder {folder}", OSError, advice="; give another --output"

@@ -1,4 +1,4 @@
-"""What flags of several experiments have in common: checks that name the flag which is wrong."""
+"""Option types and checks that several experiments share; a failed check names its flag."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from press_core.errors import first_line
 
 Values = Any
-"""What a flag was given: one value, or a list of them if it can be repeated; None if nothing."""
+"""The value of a flag: one value, a list of values if it can be repeated, or None if absent."""
 
 Check = Callable[[Values], Values]
-"""A callback for `typer.Option` that returns what it is given, or raises `typer.BadParameter`."""
+"""A callback for `typer.Option` that returns its argument, or raises `typer.BadParameter`."""
 
 
 def _each(values: Values) -> Collection[Any]:
@@ -25,7 +25,11 @@ def _each(values: Values) -> Collection[Any]:
 
 
 def checking(holds: Callable[[Any], bool], wrong: str) -> Check:
-    """A check that every value is such that `holds`; what else is said of it has `{}` for it."""
+    """A check that `holds` is true of every value.
+
+    Args:
+        wrong: the error message, with `{}` for the value.
+    """
 
     def check(values: Values) -> Values:
         for value in _each(values):
@@ -37,26 +41,26 @@ def checking(holds: Callable[[Any], bool], wrong: str) -> Check:
 
 
 checked_share = checking(lambda n: 0 <= n < 1, "{} is not in [0, 1); 0.75 evicts three quarters")
-"""Check shares of tokens in [0, 1)."""
+"""Check that shares of tokens are in [0, 1)."""
 
 checked_positive_share = checking(lambda n: 0 < n < 1, "{} is not above 0 and below 1")
-"""Check shares of tokens in (0, 1), where evicting nothing makes no sense."""
+"""Check that shares of tokens are in (0, 1), for flags where evicting nothing makes no sense."""
 
 
 def one_of(known: Collection[str]) -> Check:
-    """Check names."""
+    """Check that every value is in `known`."""
     return checking(
         lambda name: name in known, f"{{!r}} is unknown; choose from {', '.join(known)}"
     )
 
 
 def at_least(least: int) -> Check:
-    """Check whole numbers."""
+    """Check that every value is `least` or more."""
     return checking(lambda n: n >= least, f"{{}} is less than {least}")
 
 
 def chosen_device(name: str) -> str:
-    """`name`, or for "auto" a GPU where there is one, and the CPU elsewhere."""
+    """Resolve a device: for "auto" a GPU if there is one, else the CPU; otherwise `name`."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +70,7 @@ def _checked_device(name: str) -> str:
     device = chosen_device(name)
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises differs by device
+    except (RuntimeError, AssertionError) as error:  # the type depends on the device
         raise typer.BadParameter(f"cannot use {name!r}: {first_line(error)}") from error
     return device
 
@@ -74,37 +78,37 @@ def _checked_device(name: str) -> str:
 Device = Annotated[
     str,
     typer.Option(
-        help="Where to run, such as cpu or cuda; auto: a GPU where there is one.",
+        help="Device to run on, such as cpu or cuda; auto: a GPU if there is one.",
         callback=_checked_device,
     ),
 ]
-"""A field of options: the device to run on, for `chosen_device` to read."""
+"""A field of options: the device to run on, to be resolved by `chosen_device`."""
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""In which models are loaded."""
+"""Dtypes in which models can be loaded."""
 
 Dtype = Annotated[
-    str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.", callback=one_of(DTYPES))
+    str, typer.Option(help=f"Dtype of the weights: {', '.join(DTYPES)}.", callback=one_of(DTYPES))
 ]
-"""A field of options: what a model is loaded in."""
+"""A field of options: the dtype in which a model is loaded."""
 
 
 # ---- several values in one flag ------------------------------------------------------------------
 
 
 def several(kind: Callable[[str], Any], help: str, check: Check | None = None, **more: Any) -> Any:
-    """An option that takes several values, with commas between them, repeated, or both.
+    """An option that takes several values: separated by commas, by repeating the flag, or both.
 
     Args:
-        kind: makes one value from its text, or raises a `ValueError`.
-        check: of all values together; see `Check`.
-        more: for `typer.Option`.
+        kind: parses one value, or raises a `ValueError`.
+        check: called with the list of all values; see `Check`.
+        more: further arguments of `typer.Option`.
     """
 
     def split(text: Any) -> list[Any]:
         if not isinstance(text, str):
-            return [text]  # a default
+            return [text]  # a default value, already parsed
         try:
             return [kind(part.strip()) for part in text.split(",")]
         except ValueError as error:
@@ -114,7 +118,7 @@ def several(kind: Callable[[str], Any], help: str, check: Check | None = None, *
         values = [value for group in _each(groups) for value in group]
         return check(values) if check else values
 
-    note = f"{help} Repeatable, or with commas."
+    note = f"{help} Repeatable, or comma-separated."
     return typer.Option(help=note, parser=split, callback=gathered, **more)
 
 
@@ -122,10 +126,10 @@ _SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 
 def n_bytes(text: str) -> int:
-    """Bytes of a size such as `8GiB`, `500 MB` or `1048576`.
+    """Parse a size such as `8GiB`, `500 MB` or `1048576` as bytes.
 
     Raises:
-        BadParameter: if it is none.
+        BadParameter: if it is no size.
     """
     try:
         return int(_SIZE.validate_python(text))
@@ -134,12 +138,12 @@ def n_bytes(text: str) -> int:
 
 
 def size_of(n: int) -> str:
-    """Bytes as people write them."""
+    """A number of bytes in GiB or MiB."""
     return f"{n / 2**30:,.0f} GiB" if n % 2**30 == 0 else f"{n / 2**20:,.0f} MiB"
 
 
 def checked_size(text: str | None) -> str | None:
-    """Check a size in bytes."""
+    """Check that a text is a size in bytes."""
     if text is not None:
         n_bytes(text)
     return text

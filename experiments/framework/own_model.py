@@ -1,7 +1,7 @@
-"""A study of a model of the user's own: what it has to know of the model, and what it will do.
+"""A study of the user's own model: the properties of the model, and what is planned for it.
 
-How long an experiment will take is said before it runs: from the tokens that it reads and the steps
-that it decodes, and from what one prefill and a few steps take on the model.
+The duration of an experiment is estimated before it runs: from the number of tokens in its prefills
+and of its decode steps, and from the measured time of one prefill and a few steps on the model.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ SMALL = "On small random models of its architecture: what counts here is code, a
 
 
 class LeftOutError(Exception):
-    """An experiment has nothing to say of a model; the message says why, as a clause."""
+    """An experiment does not apply to a model; the message is a clause that says why."""
 
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A model of the user's own.
+    """The user's own model.
 
     Attributes:
-        model: as `load_model` takes it.
-        name: what tables call it.
-        model_type: of its configuration.
-        dtype: in which it is loaded.
-        device: where it runs.
-        parameters: how many it has.
-        trained: tokens of the longest context that it was made for.
-        heads: KV heads of all layers that can be pruned.
-        keeps_all: whether each of its layers keeps all tokens.
-        presses: names of those that can be opened on it, with both mechanisms.
-        token_seconds, step_seconds: that a token of a prefill, and a decode step, take.
+        model: its name or path, as `load_model` takes it.
+        name: its name in tables.
+        model_type: from its configuration.
+        dtype: dtype in which it is loaded.
+        device: device on which it runs.
+        parameters: number of its parameters.
+        trained: longest context that it was trained for, in tokens.
+        heads: number of KV heads in all layers that can be pruned.
+        keeps_all: whether all layers keep all tokens, so that none is a sliding window.
+        presses: names of the presses that can be opened on it, with both mechanisms.
+        token_seconds, step_seconds: seconds per prefill token, and per decode step.
     """
 
     model: str
@@ -53,16 +53,16 @@ class OwnModel:
 
     @property
     def flags(self) -> str:
-        """How a command says in what and where it is loaded; empty for what it does by itself."""
+        """The flags of a command that loads it in the same way; defaults are left out."""
         flags = {"--dtype": (self.dtype, "float32"), "--device": (self.device, "cpu")}
         return "".join(f" {name} {own}" for name, (own, usual) in flags.items() if own != usual)
 
     def at_most(self, *lengths: int) -> tuple[int, ...]:
-        """Those of some lengths of contexts that the model was made for; the longest, if none."""
+        """The context lengths that the model was trained for; its longest if there is none."""
         return tuple(n for n in lengths if n <= self.trained) or (self.trained,)
 
     def opened(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of some presses that can be opened on the model.
+        """The presses among `names` that can be opened on the model.
 
         Raises:
             LeftOutError: if there is none.
@@ -75,14 +75,14 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class Planned(Generic[OptionsT]):
-    """What an experiment does with a model of the user's own.
+    """An experiment's plan for the user's own model.
 
     Attributes:
-        options: what it runs with.
-        tokens: that the model reads in prefills, about.
-        steps: that it decodes, about.
-        seconds: that do not depend on the model, about.
-        note: what a reader of the results has to know, a sentence; empty: nothing.
+        options: the options that it runs with.
+        tokens: approximate number of tokens in its prefills.
+        steps: approximate number of its decode steps.
+        seconds: approximate time that does not depend on the model.
+        note: a sentence that readers of the results need; may be empty.
     """
 
     options: OptionsT
@@ -92,6 +92,6 @@ class Planned(Generic[OptionsT]):
     note: str = ""
 
     def duration(self, own: OwnModel) -> float | None:
-        """Seconds that this takes, about; None if nobody has said."""
+        """Estimated seconds; None if the experiment gives no estimate."""
         of_model = self.tokens * own.token_seconds + self.steps * own.step_seconds
         return of_model + self.seconds or None

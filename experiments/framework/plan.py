@@ -1,4 +1,4 @@
-"""What a study runs: of this project, or on a model of the user's own."""
+"""The plan of a study: which experiments run, on the shipped models or on the user's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from experiments.framework.wording import about_seconds
 
 
 class Task(NamedTuple):
-    """An experiment with what it runs with.
+    """An experiment with its options.
 
     Attributes:
-        repeat: the command that runs it again as it is run here.
+        repeat: the command that repeats it with the same options.
     """
 
     experiment: AnyExperiment
@@ -35,11 +35,11 @@ class Plan(NamedTuple):
     """What a study runs.
 
     Attributes:
-        tasks: in order.
-        model: of the user's own, as it was given; None: the study of this project.
-        left_out: why an experiment is not run on that model, by its name.
+        tasks: the tasks, in order.
+        model: the user's own model, as it was given; None: the shipped models.
+        left_out: by experiment, why it does not run on the user's model.
         quick: whether grids are small.
-        adding: whether what the folder holds of other experiments stays.
+        adding: whether the folder's results of other experiments stay.
     """
 
     tasks: list[Task]
@@ -56,11 +56,11 @@ class Plan(NamedTuple):
 def plan_study(
     experiments: Sequence[AnyExperiment], only: Sequence[str] = (), *, full: bool = False
 ) -> Plan:
-    """The study of this project.
+    """The plan of a study of the shipped models.
 
     Args:
-        only: names of the experiments to run, empty for all.
-        full: with the options of the committed results, not the quick ones.
+        only: names of the experiments to run; empty: all.
+        full: whether to use the options of the committed results instead of the quick ones.
     """
     tasks = []
     for each in _chosen(experiments, only):
@@ -71,10 +71,10 @@ def plan_study(
 
 
 def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[str] = ()) -> Plan:
-    """The study of a model of the user's own.
+    """The plan of a study of the user's own model.
 
     Raises:
-        UserError: if one that was asked for is left out.
+        UserError: if an experiment in `only` does not apply to the model.
     """
     study = f"python -m experiments study --model {shlex.quote(own.model)}{own.flags}"
     tasks, left_out = [], {}
@@ -84,8 +84,8 @@ def plan_on(own: OwnModel, experiments: Sequence[AnyExperiment], only: Sequence[
         except LeftOutError as reason:
             left_out[each.name] = str(reason)
     if only and left_out:
-        said = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
-        raise UserError(f"on {own.name} {said}")
+        reasons = "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
+        raise UserError(f"on {own.name} {reasons}")
     return Plan(tasks, own.model, left_out, adding=bool(only))
 
 
@@ -94,7 +94,7 @@ def _chosen(experiments: Sequence[AnyExperiment], only: Sequence[str]) -> list[A
 
 
 def announcement(plan: Plan, own: OwnModel) -> Table:
-    """What will be run on a model of the user's own, how long that takes, and what is left out."""
+    """A table of what will run on the user's model, its estimated time, and what is left out."""
     seconds = sum(task.planned.duration(own) or 0 for task in plan.tasks)
     title = (
         f"{own.name} ({own.parameters / 1e6:,.1f} M parameters in {own.dtype} on {own.device}: "

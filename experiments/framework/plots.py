@@ -1,4 +1,4 @@
-"""The one look of the study's figures: style, colours of mechanisms, small helpers.
+"""The common style of the study's figures: settings, colours of mechanisms, small helpers.
 
 ```python
 with style():
@@ -7,8 +7,8 @@ with style():
 save(figure, Path("figure.svg"))
 ```
 
-Figures are made without pyplot, so that drawing them leaves no state behind: no figure manager, no
-backend chosen, no setting of matplotlib changed.
+Figures are made without pyplot, so drawing them leaves no global state: no figure manager, no
+selected backend, no changed setting of matplotlib.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _STYLE: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_name("study.mplstyle"), use_default_template=False
 )
 INK, MUTED, GRID = (_STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color"))
-"""Colours of text, of what should stay in the background, and of grid lines; see `svg`."""
+"""Colours of text, of axes and reference lines, and of grid lines; see `svg`."""
 
 CELL_INK = "#1a1a1a"
 """Colour of text on light cells, which stay light in dark mode."""
 
 NO_PRESS = "no press"
-"""What tables call the model without a press."""
+"""Name of the model without a press in tables."""
 
-# From the palette of Okabe and Ito, told apart with any colour vision.
+# From the palette of Okabe and Ito, which is safe for colour-blind readers.
 _BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
 _BLUE, _VERMILLION, PURPLE, _GREY = "#0072B2", "#D55E00", "#CC79A7", "#8C8C8C"
 
@@ -49,13 +49,13 @@ MECHANISM_LOOKS: dict[str, tuple[str, str]] = {
     "patch": (_VERMILLION, "s"),
     "kvpress": (GREEN, "^"),
 }
-"""The colour and the marker, in matplotlib's letters, of each mechanism in every figure."""
+"""The colour and the matplotlib marker of each mechanism in every figure."""
 
 _OF_BARS = {"hooks": "hook", "patches": "patch"}
-"""Mechanisms by what a `Contrast` calls them."""
+"""Mechanisms by their names in a `Contrast`."""
 
 style = partial(matplotlib.rc_context, _STYLE)
-"""Opens the study's settings of matplotlib, for as long as a block lasts."""
+"""A context manager with the study's settings of matplotlib."""
 
 
 def new_figure(
@@ -69,9 +69,9 @@ def new_figure(
     """An empty figure in the study's style.
 
     Args:
-        rows, columns: grid of panels.
-        width, height: of the whole figure, in inches.
-        subplots: passed on to `Figure.subplots`, such as `sharey=True`.
+        rows, columns: size of the grid of panels.
+        width, height: size of the whole figure, in inches.
+        subplots: passed to `Figure.subplots`, such as `sharey=True`.
 
     Returns:
         The figure, and its panels row by row.
@@ -80,14 +80,14 @@ def new_figure(
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False, **subplots).flat)
         for panel in axes:
-            # Ticks are made when the figure is drawn, perhaps outside of the style.
+            # Ticks are created when the figure is drawn, perhaps outside of the style.
             panel.tick_params(length=0, labelsize=_STYLE["xtick.labelsize"], labelcolor=INK)
             panel.grid(color=GRID, linewidth=_STYLE["grid.linewidth"])
     return figure, axes
 
 
 def press_label(name: str) -> str:
-    """What figures and tables call a press: `"SnapKVPress"` is `"SnapKV"`."""
+    """Name of a press in figures and tables: `"SnapKV"` for `"SnapKVPress"`."""
     return name.removesuffix("Press")
 
 
@@ -97,13 +97,13 @@ def press_label(name: str) -> str:
 def ratio_figure(
     panels: Mapping[str, pd.DataFrame], label: str, what: str, mark: float = 1
 ) -> Figure:
-    """A panel for each table.
+    """Ratios with their intervals, in a panel for each table.
 
     Args:
-        panels: by title; columns `label`, `mechanism`, `ratio`, `low`, `high`.
+        panels: tables by title, with columns `label`, `mechanism`, `ratio`, `low`, `high`.
         label: what the figure shows, in words.
-        what: is divided by what.
-        mark: where a line is drawn: what makes no difference.
+        what: label of the x-axis: numerator and denominator of the ratio.
+        mark: x of a vertical reference line: the ratio that means no difference.
     """
     heights = [len(rows) for rows in panels.values()]
     height = 0.5 + 0.45 * len(panels) + 0.19 * sum(heights)
@@ -126,7 +126,7 @@ def ratio_figure(
 
 
 def overview(contrasts: Sequence[Contrast]) -> Figure:
-    """A panel for each contrast, with a bar for each of its numbers."""
+    """Contrasts as bar charts: a panel for each contrast, a bar for each of its numbers."""
     heights = [len(contrast.bars) for contrast in contrasts]
     height = 0.3 * sum(heights) + 0.45 * len(contrasts)
     figure, axes = new_figure(len(contrasts), width=5.2, height=height, height_ratios=heights)
@@ -151,18 +151,18 @@ def overview(contrasts: Sequence[Contrast]) -> Figure:
 # ---- files and pages ----------------------------------------------------------------------------
 
 _THEMED = {INK: "var(--ink)", _BLACK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)"}
-"""Colours that a page sets for its light and its dark mode."""
+"""Colours that become CSS variables, so that a page can set them for light and dark mode."""
 
 
 _SCHEMES = (
     "<style>svg{--ink:#1c1e21;--muted:#5c636b;--line:#dfe3e8;font-family:sans-serif}"
     "@media(prefers-color-scheme:dark){svg{--ink:#e4e6e9;--muted:#a0a7af;--line:#343a41}}</style>"
 )
-"""What a figure in a file of its own says of these colours."""
+"""Values of these CSS variables in a standalone SVG file."""
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure to an SVG file whose text can be read on light and on dark paper."""
+    """Write a figure to an SVG file that can be read in light and in dark mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = svg(figure, salt=path.stem)
     start = drawn.index(">") + 1
@@ -172,21 +172,19 @@ def save(figure: Figure, path: Path) -> None:
 def svg(figure: Figure, salt: str) -> str:
     """A figure as an `<svg>` element without background, for a page that sets `--ink` and so on.
 
-    Its words take the page's font.
-
-    The same figure gives the same text.
+    Its text uses the page's font. The same figure gives the same output.
 
     Args:
-        salt: makes the names of its parts differ from those of other figures on the page.
+        salt: makes the ids of its elements differ from those of other figures on the page.
     """
     drawn = StringIO()
     with style(), matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     text = drawn.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # The same ids in every figure, and nothing refers to them.
+    # These ids are the same in every figure, and nothing refers to them.
     text = re.sub(r' id="(?:\w+_\d+|matplotlib\.\w+)"', "", text)
-    # Coordinates are cut after a hundredth of a point; words are not.
+    # Coordinates inside tags are cut to two decimals; text between tags is kept.
     text = re.sub("<[^>]+>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"| font-family: [^;"]*;?', "", text)

@@ -1,10 +1,10 @@
-"""What the README and the pages of `docs/` say of the committed results.
+"""Insert the committed results into the README and the pages of `docs/`.
 
-A block of a page between a line `<!-- table: quality-best overhead-decode -->` and a line
-`<!-- /table -->` holds findings, by their anchors in the report. `<!-- table: architectures -->`
-holds the tables of an experiment, and `<!-- table: answers -->` all questions of the study: the
-findings, one figure, and a link to the tables in the report.
-Blocks are written by `python -m experiments readme`, never by hand.
+A block of a page starts with a line `<!-- table: quality-best overhead-decode -->` and ends with a
+line `<!-- /table -->`; it holds the findings with these anchors. `<!-- table: architectures -->`
+holds the tables of an experiment, and `<!-- table: answers -->` all questions of the study, each
+with its findings, one figure, and a link to the tables in the report.
+`python -m experiments readme` writes the blocks; never edit them by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARKER = re.compile(r"^<!-- (?:table: .+|/table) -->$", re.MULTILINE)
 
 
 def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str]:
-    """What a page can show of the study in the folder `results`: Markdown by block name.
+    """The contents that pages can show of the study in `results`: Markdown by block name.
 
     Raises:
         UserError: if the folder holds no study, or one in which an experiment failed.
@@ -36,21 +36,21 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
     if failed:
         raise UserError(f"{', '.join(failed)} failed in the study in {results}; run it again")
     items = {part.anchor(each.name): _item(each) for part in parts for each in part.findings}
-    items |= {part.experiment.name: _read(part) for part in parts}
+    items |= {part.experiment.name: _tables(part) for part in parts}
     answers = [_answer(part, f"../{results.name}") for part in parts]
     return {"answers": "\n\n".join(answers), **items}
 
 
 def _answer(part: Part, folder: str) -> str:
-    """A question with its findings, the first figure, and where the rest is."""
+    """A question with its findings, the first figure, and a link to the report."""
     shown = [f"![{shows}]({folder}/{name}.svg)" for name, shows in part.entry.figures.items()]
     findings = "\n".join(_item(finding) for finding in part.findings)
     more = f"[Method, tables and figures]({folder}/report.html#{part.experiment.name})"
     return "\n\n".join([f"## {part.experiment.title}", findings, *shown[:1], more])
 
 
-def _read(part: Part) -> str:
-    """The tables that are to be read, and what else a reader should know."""
+def _tables(part: Part) -> str:
+    """The tables of an experiment for readers, and its remarks."""
     views = [view.markdown() for view in part.experiment.views(part.tables)]
     return "\n\n".join([*views, *part.experiment.remarks(part.tables)])
 
@@ -60,10 +60,10 @@ def _item(finding: Finding) -> str:
 
 
 def fill(text: str, contents: Mapping[str, str]) -> str:
-    """A page with its blocks filled.
+    """Fill the blocks of a page.
 
     Raises:
-        UserError: if the markers do not match, or name something that there is not.
+        UserError: if the markers do not match, or name an unknown block.
     """
 
     def filled(block: re.Match[str]) -> str:
@@ -84,7 +84,7 @@ def command(
         bool, typer.Option("--check", help="Change nothing; exit 1 if a block is out of date.")
     ] = False,
 ) -> None:
-    """Rewrite the tables of the README and of docs/ from committed results."""
+    """Update the tables in the README and in docs/ from the committed results."""
     experiments = load_experiments()
     run = read_manifest(results)
     if check and not run.quick:

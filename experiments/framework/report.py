@@ -1,8 +1,8 @@
 """The report of a study, a short paper: `report.md` and `report.html`, from the study's folder.
 
-Each experiment opens with its finding and the figure that shows it; how it was measured and how to
-repeat it come next, tables last, folded away. The HTML page needs no other file: figures are drawn
-anew from the tables, and follow the reader's light or dark mode.
+Each experiment's section starts with its finding and the figure that shows it, then explains how it
+was measured and how to repeat it; tables are folded away at its end. The HTML page needs no other
+file: figures are redrawn from the tables, and follow the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ MAX_ROWS = 15
 """Rows of a CSV file that the HTML page shows."""
 
 OVERVIEW = "overview"
-"""Stem of the file of the first figure."""
+"""Stem of the first figure's file."""
 
 _WORKS = yaml.safe_load(Path(__file__).with_name("related.yaml").read_text(encoding="utf-8"))
-"""What others say, by the anchor of a finding."""
+"""Related work: what other publications say, by the anchor of the finding beside it."""
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 
 
 def needs(parts: Iterable[Part]) -> list[tuple[Part, Finding]]:
-    """The findings of the first page, what works first."""
+    """The findings of the report's first table: "works" first, then "costs" and "breaks"."""
     found = [(part, finding) for part in parts for finding in part.findings if finding.need]
-    return sorted(found, key=lambda one: ("works", "costs", "breaks", None).index(one[1].verdict))
+    return sorted(found, key=lambda row: ("works", "costs", "breaks", None).index(row[1].verdict))
 
 
 def threats(parts: Iterable[Part]) -> list[Evidence]:
-    """The kinds of evidence that findings rest on, each of which has its threats to validity."""
+    """The kinds of evidence that findings rest on; the report states a threat for each."""
     kinds = {finding.evidence for part in parts for finding in part.findings}
     return [kind for kind in Evidence if kind in kinds]
 
 
 def related(parts: Iterable[Part]) -> list[tuple[str, str, str, Finding]]:
-    """Related work: whose it is, what it says, the anchor of the finding beside it, the finding."""
+    """Related work: the publication, what it says, our finding's anchor, and our finding."""
     return [
         (line["work"], line["says"], part.anchor(finding.name), finding)
         for part in parts
@@ -71,14 +71,14 @@ def _cell(value: Any) -> str:
 
 
 def _to_html(markdown: str) -> Markup:
-    """Markdown as HTML, each table in a box of its own in which it can scroll sideways."""
+    """Markdown as HTML, with each table in a box that scrolls horizontally."""
     box = '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>'
     html = _MARKDOWN.render(markdown).replace("<table>", box)
     return Markup(html.replace("</table>", "</table></div>"))
 
 
 def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
-    """The first figure, also written as an SVG file; empty if nothing goes into it."""
+    """Draw the first figure and write its SVG file; empty if no experiment has a contrast."""
     done = [part for part in parts if not part.error]
     contrasts = [each for part in done for each in part.experiment.contrasts(part.tables)]
     figures = {OVERVIEW: overview(contrasts)} if contrasts else {}
@@ -87,12 +87,12 @@ def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
 
 
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
-    """Write `report.md` and `report.html` of the study in `folder`, into it.
+    """Write `report.md` and `report.html` of the study in `folder` into that folder.
 
     The same folder gives the same bytes.
 
     Args:
-        experiments: all that the study may hold results of.
+        experiments: all experiments whose results the folder may hold.
 
     Raises:
         UserError: if `folder` holds no study.

@@ -1,8 +1,8 @@
 """The folder of a study: a CSV file per table, an SVG file per figure, and a manifest.
 
-The manifest says what belongs to which experiment: see `experiments.framework.manifest`. What the
-tables mean is read off them again each time, so a report can be rebuilt, in better words or a
-better layout, without running anything.
+The manifest lists the files of each experiment: see `experiments.framework.manifest`. Findings are
+not stored but computed from the tables each time, so a report can be rebuilt with other words or
+another layout without running anything.
 """
 
 from __future__ import annotations
@@ -22,59 +22,59 @@ from experiments.framework.plots import save
 
 
 class Part(NamedTuple):
-    """What a study's folder holds of one experiment: tables by name, and what is noted of it.
+    """The results of one experiment in a study's folder: tables by name, and the manifest's entry.
 
     Attributes:
-        again: by finding, its number from other seeds, as far as the study has asked for that.
+        reseeded: by finding, its numbers from other seeds, if the study has measured them.
     """
 
     experiment: AnyExperiment
     tables: Tables
     entry: Entry
-    again: Mapping[str, tuple[float, ...]] = {}
+    reseeded: Mapping[str, tuple[float, ...]] = {}
 
     @property
     def error(self) -> str | None:
-        """Why it failed, in one line."""
+        """Why the experiment failed, in one line; None if it did not."""
         return self.entry.error
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found, by what evidence; nothing if the experiment failed."""
+        """The findings with their evidence; empty if the experiment failed."""
         if self.error:
             return []
-        of_all, again = self.experiment.evidence, self.again
+        usual, numbers = self.experiment.evidence, self.reseeded
         return [
-            replace(each, evidence=each.evidence or of_all, again=again.get(each.name, ()))
+            replace(each, evidence=each.evidence or usual, reseeded=numbers.get(each.name, ()))
             for each in self.experiment.findings(self.tables)
         ]
 
     def anchor(self, finding: str) -> str:
-        """Where the finding of that name stands in the report."""
+        """The anchor of a finding in the report."""
         return f"{self.experiment.name}-{finding}"
 
 
 def write_tables(tables: Tables, folder: Path) -> None:
-    """Write tables into a folder that is there, under their names, for `read_table` to read."""
+    """Write tables as CSV files, named after them, into an existing folder."""
     for name, table in tables.items():
         table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
-    """Draw figures into a folder that is there, under their names."""
+    """Write figures as SVG files, named after them, into an existing folder."""
     for name, figure in figures.items():
         save(figure, folder / f"{name}.svg")
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table that `write_tables` wrote; only an empty cell means that a value is missing.
+    """Read a table that `write_tables` wrote; only an empty cell is a missing value.
 
     Raises:
-        UserError: if there is none, or it is no table.
+        UserError: if the file cannot be read, or is no table.
     """
     with (
         refusing(f"cannot read the table {path}", OSError),
-        refusing(f"{path} is no table", ValueError),  # of pandas, for whatever is no CSV
+        refusing(f"{path} is no table", ValueError),  # pandas raises it if a file is no CSV
     ):
         return pd.read_csv(
             path, keep_default_na=False, na_values=[""], float_precision="round_trip"
@@ -82,10 +82,10 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure], dict[str, str]]:
-    """The figures of an experiment, and what each shows in words, both by name.
+    """The figures of an experiment, and their descriptions, both by name.
 
     Raises:
-        ValueError: if one is not called as the experiment is.
+        ValueError: if a figure's name does not start with the experiment's.
     """
     figures = experiment.figures(tables)
     check_names(experiment.name, figures)
@@ -93,10 +93,11 @@ def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure],
 
 
 def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]:
-    """What a study's folder holds, an experiment each, in the order in which they ran.
+    """The results in a study's folder, by experiment, in the order of the manifest.
 
     Raises:
-        UserError: if `folder` holds no study, or an experiment that is not among `experiments`.
+        UserError: if `folder` holds no study, results of an experiment that is not among
+            `experiments`, or lacks a table or a column.
     """
     known = {experiment.name: experiment for experiment in experiments}
     parts = []
@@ -107,7 +108,7 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
                 f"are {', '.join(known)}; run the study again"
             )
         paths = {table: folder / f"{table}.csv" for table in entry.tables}
-        if entry.error:  # perhaps before all of them were written
+        if entry.error:  # it may have failed before all tables were written
             paths = {table: path for table, path in paths.items() if path.exists()}
         tables = {table: read_table(path) for table, path in paths.items()}
         part = Part(known[name], tables, entry)
@@ -117,5 +118,5 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
         others = table[table["shift"] != 0].groupby(["experiment", "finding"])["number"].agg(tuple)
-        parts = [part._replace(again=dict(others.get(part.experiment.name, {}))) for part in parts]
+        parts = [p._replace(reseeded=dict(others.get(p.experiment.name, {}))) for p in parts]
     return parts

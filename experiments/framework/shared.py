@@ -1,4 +1,4 @@
-"""What several experiments have in common: flags, means in rows of tables, other environments."""
+"""Shared by several experiments: flags, means for rows of tables, runs in other environments."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Ratios = Annotated[
     tuple[float, ...],
     several(float, "Share of the tokens to evict, in (0, 1).", checked_positive_share),
 ]
-Samples = Annotated[int, typer.Option(min=1, help="Contexts to ask about.")]
+Samples = Annotated[int, typer.Option(min=1, help="Number of contexts with questions.")]
 Words = Annotated[int, typer.Option(min=32, help="Words in a context.")]
 Facts = Annotated[int, typer.Option(min=1, help="Facts in a context.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the context.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds in which all take their turn.")]
-Kvpress = Annotated[bool, typer.Option(help="Measure kvpress beside it, where it is installed.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds, each of which times everything once.")]
+Kvpress = Annotated[bool, typer.Option(help="Measure kvpress as well, if it is installed.")]
 Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 
 
@@ -47,13 +47,13 @@ Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 
 
 def mean_of(name: str, values: Any) -> dict[str, float]:
-    """A mean over independent units, `name`, and its interval, `low` and `high`."""
+    """A mean over independent units as `name`, and its interval as `low` and `high`."""
     low, high = mean_interval(values)
     return {name: float(pd.Series(values).mean()), "low": low, "high": high}
 
 
 def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
-    """A median over rounds, `name`, and its interval, `low` and `high`, each after `of`."""
+    """A median over rounds as `name`, and its interval as `low` and `high`, prefixed with `of`."""
     low, high = median_interval(values)
     return {name: float(np.median(values)), f"{of}low": low, f"{of}high": high}
 
@@ -62,11 +62,12 @@ def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
 
 
 def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = "") -> str:
-    """What `python -m` prints with these arguments, of an interpreter in another environment.
+    """Run `python -m` with these arguments in another environment and return its standard output.
 
     Args:
-        given: on standard input.
-        otherwise: what to do where it fails, after a semicolon.
+        python: the interpreter of that environment.
+        given: standard input.
+        otherwise: advice for the error message, starting with a semicolon.
 
     Raises:
         UserError: if it fails.
@@ -83,5 +84,5 @@ def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = 
 
 
 def print_left_out(progress: Progress, what: str, reason: object) -> None:
-    """Say above the progress bar what is not measured, and why."""
+    """Print above the progress bar what is not measured, and why."""
     progress.console.print(f"left out: {what}: {reason}", style="yellow", markup=False)

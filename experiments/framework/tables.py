@@ -1,4 +1,4 @@
-"""Tables for people: one description, shown in Markdown, in HTML and in a terminal."""
+"""Tables for readers, which can be shown as Markdown, as HTML and in a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def markdown_table(
     """A table in Markdown.
 
     Args:
-        left: how many of the first columns are words, aligned on the left; None: all.
+        left: number of leading columns that are text, aligned on the left; None: all.
     """
     words = len(head) if left is None else left
     rule = "|" + "---|" * words + "--:|" * (len(head) - words)
@@ -29,13 +29,13 @@ def _escaped(cell: object) -> str:
 
 
 class ResultTable(NamedTuple):
-    """A table to be read by people.
+    """A table for readers.
 
     Attributes:
         note: what it shows, in a sentence of Markdown.
-        head: of its columns.
-        rows: cells as text; empty: the note stands alone.
-        left: how many of the first columns are words; None: all.
+        head: names of its columns.
+        rows: cells, shown as text; without rows only the note is shown.
+        left: number of leading columns that are text, aligned on the left; None: all.
     """
 
     note: str
@@ -44,12 +44,12 @@ class ResultTable(NamedTuple):
     left: int | None = 1
 
     def markdown(self) -> str:
-        """As Markdown, from which the HTML is made."""
+        """Note and table as Markdown, which the report renders as HTML."""
         table = markdown_table(self.head, self.rows, self.left) if self.rows else ""
         return "\n\n".join(filter(None, [self.note, table]))
 
     def rich(self) -> Table:
-        """For a terminal, without the note."""
+        """The table for a terminal, without the note."""
         table = Table(box=SIMPLE_HEAD)
         words = len(self.head) if self.left is None else self.left
         for index, name in enumerate(self.head):

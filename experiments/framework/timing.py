@@ -1,4 +1,4 @@
-"""Times taken in turn, so that a busy moment of the machine meets all that is compared."""
+"""Interleaved timing: conditions take turns, so that load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 ConditionT = TypeVar("ConditionT", bound=Hashable)
-"""What names one of the things that are compared."""
+"""The key of a compared condition."""
 
 Array = np.ndarray[Any, Any]
 
@@ -24,21 +24,21 @@ def each_in_turn(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[ConditionT, Array]:
-    """Call `timed` for every condition, in turn, without collecting garbage.
+    """Call `timed` for every condition in each round, with garbage collection disabled.
 
     Args:
-        timed: from a condition to what is to be kept of it: seconds, or several of them.
-        rounds: how often; one round more goes before them and is not kept.
-        advance: called after each round that counts.
+        timed: times one condition and returns its seconds, one number or several.
+        rounds: number of measured rounds; a warm-up round precedes them.
+        advance: called after each measured round.
 
     Returns:
-        Per condition an array of `rounds` rows.
+        For each condition an array with `rounds` rows.
     """
     taken: dict[ConditionT, list[Any]] = {name: [] for name in conditions}
     gc.collect()
     with no_garbage_collection():
         for index in range(rounds + 1):
-            first = index % len(conditions)  # who begins changes: none always follows the same
+            first = index % len(conditions)  # rotate, so that the first condition changes
             for name in conditions[first:] + conditions[:first]:
                 taken[name].append(timed(name))
             if index:
@@ -48,7 +48,7 @@ def each_in_turn(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Nothing is collected for as long as the block lasts."""
+    """Disable Python's garbage collection within the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -60,7 +60,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """That many threads of torch, for as long as the block lasts."""
+    """Set the number of torch's threads within the block."""
     former = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -70,7 +70,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 class Stopwatch:
-    """Seconds of one piece of work after the other: CUDA events on a GPU, the clock elsewhere.
+    """Measures the seconds of consecutive laps: with CUDA events on a GPU, else with the clock.
 
     ```python
     watch = Stopwatch(model.device)
@@ -90,7 +90,7 @@ class Stopwatch:
         self.lap()
 
     def lap(self) -> None:
-        """What was started before belongs to this lap."""
+        """End a lap; it covers the work launched since the previous one."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -99,7 +99,7 @@ class Stopwatch:
             self._marks.append(perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of each lap."""
+        """The seconds of each lap."""
         between = zip(self._marks, self._marks[1:], strict=False)
         if not self._on_gpu:
             return [after - before for before, after in between]

@@ -1,4 +1,4 @@
-"""Errors in one line, and times in two words."""
+"""Errors in one line, and durations in words."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Any
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as a traceback ends with it, without line breaks: `"KeyError: 'gone'"`."""
+    """The last line of an error's traceback, without line breaks: `"KeyError: 'missing'"`."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def refused(error: Any, whole: str) -> str:
-    """What pydantic finds wrong, such as `samples is 'many'; input should be a valid integer`.
+    """A validation error of pydantic, as `samples is 'many'; input should be a valid integer`.
 
     Args:
         error: one of `ValidationError.errors()`.
-        whole: what is wrong where no part of it is named.
+        whole: the name to use if the error names no field.
     """
     place = ".".join(part for part in error["loc"] if isinstance(part, str)) or whole
     reason = error["msg"].removeprefix("Value error, ")
-    said = f"{place} is {error['input']!r:.200}; {reason[0].lower()}{reason[1:]}"
-    return said if said.isprintable() else ascii(said)[1:-1]
+    text = f"{place} is {error['input']!r:.200}; {reason[0].lower()}{reason[1:]}"
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def about_seconds(seconds: float | None) -> str:
-    """How long that is, as people say it: `"12 min"`; None: not known."""
+    """A duration in s, min or h, such as `"12 min"`; "not known" for None."""
     if seconds is None:
         return "not known"
     if seconds < 90:

@@ -1,16 +1,16 @@
-"""What else is done to models: what libraries touch, and what a press has to get along with.
+"""Changes that other libraries make to models: audited on their own, and combined with presses.
 
-Each intervention is described once, as a scope that is entered with a model, yields what to run in
-its place, and undoes the change in the way that its library offers. Each library is imported when
-it is asked for.
+Each intervention is a scope that takes a model, yields the object to run instead of it, and undoes
+the change with the means that its library offers. A library is imported only when its scope is
+entered.
 
 ```python
 with COMPANIONS["PEFT LoRA"].scope(model) as run:
     logits = run(input_ids, past_key_values=cache).logits
 ```
 
-`python -m experiments.interventions` audits those of the libraries that the running environment
-has, each in a process of its own, and prints JSON.
+`python -m experiments.interventions` audits the libraries that are installed in the running
+environment, each subject in a separate process, and prints JSON.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from experiments.loading import load_model
 from press_core import attention_sites
 
 Scope = Callable[[Any], AbstractContextManager[Any]]
-"""From a model to a context manager that yields what to run in its place."""
+"""From a model to a context manager that yields the object to run instead of it."""
 
 
 @dataclass(frozen=True)
 class Intervention:
-    """Something that a library does to a model, and undoes in the way that it offers.
+    """A reversible change that a library makes to a model.
 
     Attributes:
-        tolerance: largest difference of logits, as a share of the largest, that its own arithmetic
-            may make where it is not repeated exactly.
-        answers: whether calling it gives an answer in place of a model's output, without a cache.
+        tolerance: allowed difference of logits, as a share of the largest logit, if its arithmetic
+            is not repeated exactly.
+        answers: whether calling it returns a tensor instead of a model output, without a cache.
         is_slow: whether a single call takes seconds.
     """
 
@@ -54,9 +54,9 @@ class Library:
     """A library under audit.
 
     Attributes:
-        module: what is imported.
-        subjects: what is audited beside the import, by name.
-        runs: whether the model can be run meanwhile, on a CPU.
+        module: the Python module to import.
+        subjects: by name, the scopes that are audited besides the import.
+        runs: whether the model can run on a CPU within these scopes.
     """
 
     module: str
@@ -64,7 +64,7 @@ class Library:
     runs: bool = True
 
 
-# ---- kvpress: hooks, for head-wise presses with the help of the attention registry ---------------
+# ---- kvpress: hooks; head-wise presses also patch the attention registry -------------------------
 
 
 def kvpress(is_headwise: bool, model: PreTrainedModel) -> Any:
@@ -74,12 +74,12 @@ def kvpress(is_headwise: bool, model: PreTrainedModel) -> Any:
     return (AdaKVPress(press) if is_headwise else press)(model)
 
 
-# ---- accelerate: modules whose weights live elsewhere, brought in by a wrapper of each forward ---
+# ---- accelerate: a wrapper of each module's forward, which loads offloaded weights ---------------
 
 
 @contextmanager
 def accelerate_hooks(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """A hook that does nothing, on the attention modules and off again."""
+    """Add a hook that does nothing to the attention modules, and remove it."""
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
     modules = [site.module for site in attention_sites(model)]
@@ -94,7 +94,7 @@ def accelerate_hooks(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def accelerate_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Weights that are brought to their modules call by call."""
+    """Offload the weights, which are loaded for each call of a module."""
     from accelerate import cpu_offload
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -105,15 +105,15 @@ def accelerate_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         remove_hook_from_submodules(model)
 
 
-# ---- PEFT: low-rank adapters in the place of projections -----------------------------------------
+# ---- PEFT: low-rank adapters that replace projections --------------------------------------------
 
 _PROJECTIONS = {"q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}
-"""What makes queries and values, by family."""
+"""Names of query and value projections in all families."""
 
 
 @contextmanager
 def peft_lora(leave: str, model: PreTrainedModel) -> Iterator[Any]:
-    """LoRA on what makes queries and values, taken off by the method `leave`."""
+    """LoRA on the query and value projections, removed by the method called `leave`."""
     from peft import LoraConfig, get_peft_model
 
     projections = {name.rpartition(".")[2] for name, _ in model.named_modules()} & _PROJECTIONS
@@ -129,19 +129,19 @@ def peft_lora(leave: str, model: PreTrainedModel) -> Iterator[Any]:
 
 @contextmanager
 def peft_merged(model: PreTrainedModel) -> Iterator[Any]:
-    """The same, merged into the weights and taken out of them again."""
+    """LoRA merged into the weights, and unmerged at the end."""
     with peft_lora("unload", model) as adapters:
         adapters.merge_adapter()
         yield adapters
         adapters.unmerge_adapter()
 
 
-# ---- quanto, which offers no way back: what was there is put back by hand ------------------------
+# ---- quanto, which cannot undo a quantization: modules and weights are restored here -------------
 
 
 @contextmanager
 def quanto_int8(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Linear layers replaced by ones whose weights have eight bits."""
+    """Replace linear layers with quantized ones, whose weights have eight bits."""
     from optimum.quanto import freeze, qint8, quantize
 
     former = [
@@ -162,12 +162,12 @@ def quanto_int8(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def liger(**on: Any) -> Iterator[None]:
-    """Liger-Kernel's Triton kernels in the place of functions and classes of the modeling file.
+    """Replace functions and classes of the modeling file with Liger-Kernel's Triton kernels.
 
-    They need a GPU to run, but not to be put in place.
+    The kernels need a GPU to run, but not to be installed.
 
     Args:
-        on: the `model` whose modules are changed; nothing: the class of all Llamas.
+        on: the `model` whose modules are changed; without it, the classes of all Llama models are.
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -177,7 +177,7 @@ def liger(**on: Any) -> Iterator[None]:
 
 @contextmanager
 def transformer_lens(model: PreTrainedModel) -> Iterator[Any]:
-    """TransformerLens: every component of a model behind a hook point of its own."""
+    """TransformerLens: a bridge with a hook point for every component of the model."""
     from transformer_lens.model_bridge import TransformerBridge
 
     _, tokenizer = load_model("facts-llama")
@@ -188,21 +188,21 @@ def transformer_lens(model: PreTrainedModel) -> Iterator[Any]:
 
 @contextmanager
 def nnsight(model: PreTrainedModel) -> Iterator[Any]:
-    """A model wrapped so that code can be run inside of its forward."""
+    """NNsight: a wrapper that can run code inside the model's forward."""
     from nnsight import NNsight
 
-    wrapper = NNsight(model)  # which has to live as long as the block
+    wrapper = NNsight(model)  # a reference, so that it lives as long as the block
     yield wrapper
 
 
-# ---- torch: what it does to models by itself -----------------------------------------------------
+# ---- torch ---------------------------------------------------------------------------------------
 
 Runs = Callable[..., Any]
-"""Called as the model is."""
+"""A callable with the signature of the model."""
 
 
 class _Wrapped(nn.Module):
-    """In the place of a module, as FSDP puts one: runs it, and answers for its attributes."""
+    """A wrapper module like FSDP's: calls the wrapped module and forwards attribute access."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class _Wrapped(nn.Module):
 
 @contextmanager
 def wrapped_layers(model: PreTrainedModel) -> Iterator[Runs]:
-    """Each decoder layer inside another module."""
+    """Wrap each decoder layer in another module."""
     layers = model.get_submodule(attention_sites(model)[0].name.rsplit(".", 2)[0])
     assert isinstance(layers, nn.ModuleList)
     plain = list(layers)
@@ -235,7 +235,7 @@ def wrapped_layers(model: PreTrainedModel) -> Iterator[Runs]:
 
 @contextmanager
 def functional(model: PreTrainedModel) -> Iterator[Runs]:
-    """Called with its weights as an argument."""
+    """Call the model with its weights as an argument."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     yield lambda *args, **kwargs: torch.func.functional_call(model, weights, args, kwargs)
 
@@ -244,7 +244,7 @@ def functional(model: PreTrainedModel) -> Iterator[Runs]:
 def called_inside(
     make: Callable[[], AbstractContextManager[Any]], model: PreTrainedModel
 ) -> Iterator[Runs]:
-    """Each call inside of a context of its own."""
+    """Enter a new context for each call of the model."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with make():
@@ -255,7 +255,7 @@ def called_inside(
 
 @contextmanager
 def gradients(model: PreTrainedModel) -> Iterator[Runs]:
-    """Trained, with gradient checkpointing: answers with the gradient of all weights."""
+    """Train with gradient checkpointing; a call returns the gradient of all weights."""
 
     def run(input_ids: Tensor, **_: Any) -> Tensor:
         with torch.enable_grad():
@@ -276,7 +276,7 @@ def gradients(model: PreTrainedModel) -> Iterator[Runs]:
 
 @contextmanager
 def exported(model: PreTrainedModel) -> Iterator[Runs]:
-    """Exported, without a cache: answers with the logits of the program."""
+    """Export the model without a cache; a call returns the logits of the exported program."""
 
     def run(input_ids: Tensor, **_: Any) -> Tensor:
         program = torch.export.export(model, (input_ids,), {"use_cache": False}, strict=False)
@@ -287,7 +287,7 @@ def exported(model: PreTrainedModel) -> Iterator[Runs]:
 
 @contextmanager
 def compiled(model: PreTrainedModel) -> Iterator[Runs]:
-    """Captured by dynamo, and run operation by operation as captured."""
+    """Compile with dynamo and the eager backend, which runs the captured graph op by op."""
     torch._dynamo.reset()
     try:
         yield torch.compile(model, backend="eager")
@@ -323,7 +323,7 @@ LIBRARIES = {
     "transformer-lens": Library("transformer_lens", {"TransformerBridge": transformer_lens}),
     "nnsight": Library("nnsight", {"NNsight": nnsight}),
 }
-"""What is audited, by name on PyPI."""
+"""The audited libraries, by their name on PyPI."""
 
 NOTHING = "nothing else"
 COMPANIONS = {
@@ -343,4 +343,4 @@ COMPANIONS = {
     "torch.export": Intervention(exported, answers=True),
     "torch.compile": Intervention(compiled, is_slow=True),
 }
-"""What presses are tried beside, by name."""
+"""The interventions that presses are combined with, by name."""

@@ -1,4 +1,4 @@
-"""Audit the libraries that this environment has, and print what was found as JSON."""
+"""Audit the libraries installed in this environment, and print the results as JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from experiments.interventions import LIBRARIES
 from experiments.testbed.families import build
 
 IMPORT = "import"
-"""The subject that is audited first of every library."""
+"""The first audited subject of every library: its import."""
 
 
 def audit_subject(distribution: str, subject: str) -> dict[str, Any]:
-    """One row: what a subject did, or why it did nothing. For a process of its own."""
+    """One row: the changes made by a subject, or its error. Run it in a separate process."""
     library = LIBRARIES[distribution]
     model, importing = build("llama"), partial(import_module, library.module)
     changes, error = [], ""
@@ -29,7 +29,7 @@ def audit_subject(distribution: str, subject: str) -> dict[str, Any]:
         if subject == IMPORT:
             found = audit(importing, model)
         else:
-            importing()  # so that what it does is not counted here
+            importing()  # before the audit, so that the import's changes are not counted
             run = None if library.runs else lambda *_: None
             found = audit(library.subjects[subject](model), model, run)
         changes = found.by_kind().to_dict("records")
@@ -40,14 +40,14 @@ def audit_subject(distribution: str, subject: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    """Audit `names` (distributions), or all that are installed; the last line printed is JSON."""
+    """Audit `names` (distributions), or all that are installed; the last printed line is JSON."""
     subjects = [
         (name, subject)
         for name, library in LIBRARIES.items()
         if (not names or name in names) and find_spec(library.module.split(".")[0]) is not None
         for subject in (IMPORT, *library.subjects)
     ]
-    # A fork each: the parent has torch and transformers loaded, and nothing else.
+    # A fork for each subject: the parent has loaded torch and transformers, but no audited library.
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         print("\n" + json.dumps(pool.starmap(audit_subject, subjects, chunksize=1)))
 

@@ -1,4 +1,4 @@
-"""One press, installed at every level at which a transformer can be changed.
+"""One press, installed at every level at which a transformer can be modified.
 
 ```python
 press = MECHANISMS["class patch"](0.5)
@@ -7,9 +7,9 @@ with press(model):
 ```
 
 All evict the keys of largest norm after the prefill of each layer. `hooks` and `patches` are the
-two mechanisms of this project. The others are what else is done or could be done, each in its
-plainest form: reversible, unless its name says otherwise, and without asking whose call it is, so
-that one sees how far the mechanism reaches by itself.
+two mechanisms of this project. The others are alternatives in their simplest form: reversible,
+unless the name says otherwise, and without a check of which model is calling, so that tests show
+how far the mechanism itself reaches.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from press_core.scope import bound_to
 from press_core.select import gather_tokens, top_positions
 
 Opens = Callable[[PreTrainedModel], AbstractContextManager[Any]]
-"""`press(model)`: what a press is to its user, however it is installed."""
+"""`press(model)`: the interface of a press, for any mechanism."""
 
 
 def as_press(scope: Callable[[PreTrainedModel, float], Iterator[None]]) -> Callable[[float], Opens]:
-    """`scope(model, compression_ratio)`, which yields once, as `press(ratio)(model)`."""
+    """Turn a generator `scope(model, compression_ratio)` into `press(ratio)(model)`."""
     opened = contextmanager(scope)
     return lambda compression_ratio: lambda model: opened(model, compression_ratio)
 
 
 class Pruner:
-    """Prunes what attention modules have cached: of the model, and of all others of its class.
+    """Prunes layers that attention modules have filled: of the model, and of others of its class.
 
-    What is borrowed from the machinery of presses is borrowed here.
+    Only this class uses the internals of presses.
     """
 
     def __init__(self, model: PreTrainedModel, compression_ratio: float) -> None:
-        # Bound, but never opened: what the mechanism finds, it prunes.
+        # Bound, but never opened: the mechanism under test calls `after`.
         self.scope = bound_to(patch_impl.KnormPress(compression_ratio), model)
 
     def call(self, module: nn.Module, call_next: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Pruner:
 
 @as_press
 def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A closure as forward hook of each attention module, which a deep copy shares."""
+    """A closure as forward hook of each attention module; deep copies of the model share it."""
     pruner = Pruner(model, compression_ratio)
 
     with ExitStack() as hooks:
@@ -98,7 +98,7 @@ def plain_hook(model: PreTrainedModel, compression_ratio: float) -> Iterator[Non
 
 @as_press
 def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A closure assigned to the forward of each attention module, and the old one put back."""
+    """A closure assigned to `forward` of each attention module; the old one is restored."""
     pruner = Pruner(model, compression_ratio)
     former = {site.module: site.module.forward for site in attention_sites(model)}
 
@@ -119,7 +119,7 @@ def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[No
 
 @as_press
 def class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """A reversible wrapper of the forward of each attention class of the model."""
+    """A reversible wrapper of `forward` of each attention class of the model."""
     pruner = Pruner(model, compression_ratio)
 
     def layer(forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[No
 
 
 def _instance(forward: Any) -> nn.Module:
-    """Whose forward it is, below the layers of others."""
+    """The module that a bound forward belongs to, below partials of other wrappers."""
     while isinstance(forward, partial):
         forward = forward.args[0]
     return forward.__self__
@@ -140,9 +140,10 @@ def _instance(forward: Any) -> nn.Module:
 
 @as_press
 def permanent_class_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """What the codes published with papers do: assign `forward` of the class, and leave it so.
+    """Assign `forward` of the class permanently, as code published with papers does.
 
-    The negative control: leaving the scope changes nothing. Run it where nothing comes after it.
+    The negative control: leaving the scope undoes nothing, so nothing may run after it in the
+    process.
     """
     pruner = Pruner(model, compression_ratio)
 
@@ -168,10 +169,10 @@ _number = count()
 
 
 def _evicting(attend: Any, compression_ratio: float) -> Any:
-    """An attention function that evicts once `attend` has been called in a prefill.
+    """An attention function that evicts after calling `attend` in a prefill.
 
-    An attention function is not given the cache. It is given the very tensors that a `DynamicCache`
-    holds (without gradients), and these can be made smaller.
+    An attention function does not receive the cache. It receives the tensors that a `DynamicCache`
+    holds (without gradients), and can shrink these in place.
     """
 
     def attend_and_evict(
@@ -179,7 +180,7 @@ def _evicting(attend: Any, compression_ratio: float) -> Any:
     ) -> Any:
         output = attend(module, query, key, value, mask, **kwargs)
         n = n_kept(key.shape[2], compression_ratio)
-        if query.shape[2] == key.shape[2] != n:  # as many queries as keys: the layer was empty
+        if query.shape[2] == key.shape[2] != n:  # as many queries as keys: it is a prefill
             kept = top_positions(knorm_scores(key), n)
             for states in (key, value):
                 states.data = gather_tokens(states, kept)
@@ -190,7 +191,7 @@ def _evicting(attend: Any, compression_ratio: float) -> Any:
 
 @as_press
 def attention_interface(model: PreTrainedModel, compression_ratio: float) -> Iterator[None]:
-    """The extension point of `transformers`: an attention function, registered, set as the model's.
+    """The extension point of `transformers`: register an attention function and set it on a model.
 
     Raises:
         UserError: for eager attention, whose function is not in the registry.
@@ -207,7 +208,7 @@ def attention_interface(model: PreTrainedModel, compression_ratio: float) -> Ite
         yield
     finally:
         model.set_attn_implementation(former)
-        # The library registers for good, and has no way back of its own.
+        # The library has no method that removes a registered function.
         del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
 
 
@@ -225,14 +226,14 @@ def registry_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator
         yield
 
 
-# ---- what puts back from outside what a mechanism leaves behind in the process -------------------
+# ---- clean-up of changes that a mechanism leaves in the process ----------------------------------
 
 
 @contextmanager
 def contained(model: PreTrainedModel) -> Iterator[None]:
-    """The model's classes and the attention registries, afterwards as before.
+    """Restore the model's classes and the attention registries after the block.
 
-    What is left on `model` itself stays: use another one.
+    Changes of `model` itself remain: do not use it afterwards.
     """
     classes = {type(module) for module in model.modules()}
     own = [cls for cls in classes if cls.__module__.startswith("transformers.models.")]
@@ -262,7 +263,7 @@ MECHANISMS: dict[str, Callable[[float], Opens]] = {
     "class patch": class_patch,
     "permanent class patch": permanent_class_patch,
 }
-"""From a compression ratio to the press, by name: from what reaches least to what reaches most."""
+"""From a compression ratio to a press, by name, from the narrowest reach to the widest."""
 
 OURS = ("hooks", "patches")
 """The two mechanisms of this project."""
@@ -274,4 +275,4 @@ TRIED: dict[str, Opens] = {
     "patches, SnapKV": patch_impl.SnapKVPress(0.5, window_size=4),
     "patches, AdaKV": patch_impl.AdaKVPress(patch_impl.KnormPress(0.5)),
 }
-"""Every mechanism at ratio 0.5, and ours with presses that read queries, or keep heads apart."""
+"""Every mechanism at ratio 0.5, and ours also with presses that read queries or are head-wise."""

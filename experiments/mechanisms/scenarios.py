@@ -1,6 +1,6 @@
-"""Scenarios: somebody answers while a mechanism is open or after it was, and is held to account.
+"""Scenarios: a model runs while a mechanism is open or after it was closed, and is checked.
 
-A scenario is a generator: it opens and closes what it is about, and yields whom to ask meanwhile.
+A scenario is a generator that opens and closes mechanisms, and yields the models to check between.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from experiments.testbed.families import FAMILIES, build
 OptionsT = TypeVar("OptionsT")
 
 ERROR = "error"
-"""The outcome of what raises one."""
+"""The outcome of a scenario that raises an exception."""
 
 CONTEXT, LENGTH = 24, 26
-"""Tokens that are read at once, and with those that follow one by one."""
+"""Number of tokens in the prefill, and in total with those of decode steps."""
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def prefill(model: Any, cache: DynamicCache) -> list[Tensor]:
 
 @torch.no_grad()
 def decoded(model: Any, cache: DynamicCache, before: Sequence[Tensor] = ()) -> Response:
-    """What single tokens, as `generate` would pass them, and their cache amount to."""
+    """Logits and cache after decode steps with the arguments that `generate` would pass."""
     logits = list(before)
     for i in range(CONTEXT, LENGTH):
         ids, position = random_tokens(LENGTH)[:, i : i + 1], torch.tensor([[i]])
@@ -62,10 +62,12 @@ def answer(model: Any) -> Response:
 
 
 class Moment(NamedTuple):
-    """Somebody to ask, and the right answer.
+    """A check in a scenario: a model to run, and the right response.
 
     Attributes:
-        when: of the scenario this is.
+        when: the moment of the scenario, in words.
+        right: the right response.
+        ask: runs the model and returns its response.
         tolerance: see `Response.difference`.
     """
 
@@ -90,7 +92,7 @@ def _quiet() -> Iterator[None]:
 
 
 def some_of(known: Any) -> Any:
-    """A flag that takes some of several names, or nothing for all of them."""
+    """An option that takes names among `known`; by default all of them."""
     text = f"Repeatable; one of: {'; '.join(known)}."
     return typer.Option(help=text, show_default="all", callback=one_of(known))
 
@@ -100,13 +102,13 @@ Family = Annotated[str, typer.Option(help="Architecture of the models.", callbac
 
 
 class Scenarios(Experiment[OptionsT]):
-    """What came of mechanisms in scenarios: a table with `mechanism`, a case and its `outcome`.
+    """Experiments over scenarios; the table holds `mechanism`, a case and the `outcome`.
 
     Attributes:
-        columns: that name a cell: the mechanism, the case, and what else is tried.
+        columns: names of the columns that identify a cell: mechanism, case, and further variables.
         looks: see `OutcomeMatrix`.
         shows: what the figure shows.
-        seconds: that the quick options take.
+        seconds: approximate time that the quick options take.
     """
 
     columns: ClassVar[tuple[str, ...]]
@@ -122,25 +124,25 @@ class Scenarios(Experiment[OptionsT]):
         return Planned(options, seconds=self.seconds, note=SMALL)
 
     on_own_model: ClassVar[dict[str, Any]] = {}
-    """Options that are others than the quick ones on a model of the user's own."""
+    """Options that replace quick ones in a study of the user's own model."""
 
     @abstractmethod
     def cells(self, options: OptionsT) -> list[tuple[str, ...]]:
-        """What to try out."""
+        """The cells to run, each with a value for each of `columns`."""
 
     @abstractmethod
     def scenario(self, *cell: Any, **_: Any) -> Iterator[Moment]:
-        """Whom to ask in a cell, and what is right, on models of the family that comes last."""
+        """The scenario of a cell, with models of a family, which is the last argument."""
 
     @abstractmethod
     def wrong(self, when: str) -> str:
-        """The outcome of another answer than the right one: one of `looks`."""
+        """The outcome, one of `looks`, if the response at the moment `when` is not the right one."""
 
     def outcome(self, scenario: Iterator[Moment], family: str) -> tuple[str, str]:
-        """The worst that came of a scenario, and in what it showed.
+        """The worst outcome of a scenario, and a detail of what is wrong.
 
-        What the scenario leaves behind in the process, as far as models of `family` see that, is
-        put back. Warnings of libraries that notice each other are not shown.
+        Changes that the scenario leaves in the process are undone, as far as they affect models of
+        `family`. Warnings of libraries about each other are not shown.
         """
         order = list(self.looks)
         found = [(order[0], "")]
@@ -148,7 +150,7 @@ class Scenarios(Experiment[OptionsT]):
             try:
                 for moment in scenario:
                     found.append(self._outcome(moment))
-            except Exception as error:  # whatever comes is the result
+            except Exception as error:  # an exception of any type is an outcome
                 found.append((ERROR, in_one_line(error)))
         return max(found, key=lambda pair: order.index(pair[0]))
 
@@ -162,13 +164,13 @@ class Scenarios(Experiment[OptionsT]):
         return self.wrong(moment.when), f"{moment.when}: {difference}"
 
     def try_out(self, *cell: str, family: str = "llama") -> dict[str, str]:
-        """A row of the table: what was tried, its `outcome`, and a `detail` of what is wrong."""
+        """A row of the table: the cell, its `outcome`, and a `detail` of what is wrong."""
         outcome, detail = self.outcome(self.scenario(*cell, family), family)
         tried = dict(zip(self.columns, cell, strict=True))
         return {**tried, "outcome": outcome, "detail": detail}
 
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
-        """A table of all cells, which has the experiment's name."""
+        """A table of all cells, named after the experiment."""
         chosen: Any = options
         cells = progress.track(self.cells(options), description=self.name)
         rows = [self.try_out(*cell, family=chosen.family) for cell in cells]

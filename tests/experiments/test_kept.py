@@ -94,7 +94,7 @@ def test_what_is_refused(answerer, tmp_path):
 
     knorm = hooks_impl.KnormPress(0.5)
     for press, words in (
-        (hooks_impl.FinchPress(0.4), "of which FinchPress makes use"),
+        (hooks_impl.FinchPress(0.4), "FinchPress needs the question"),
         (hooks_impl.H2OPress(0.5), "H2OPress remembers more"),
     ):
         with pytest.raises(UserError, match=words):

@@ -96,7 +96,7 @@ def test_the_command_says_how_to_go_on(monkeypatch, tmp_path):
     monkeypatch.setattr("experiments.study.load_experiments", lambda: chosen)
     result = cli("study", "--output", tmp_path)
     assert result.exit_code == 130
-    assert "the same command goes on" in " ".join(result.stderr.split())
+    assert "the same command continues" in " ".join(result.stderr.split())
     write_report(tmp_path, chosen)
     assert "The a" in (tmp_path / "report.html").read_text()
 

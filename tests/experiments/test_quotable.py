@@ -90,7 +90,7 @@ def test_missing_cells_say_so():
     assert len(table.rows) == 5
     row = next(row for row in table.rows if row[1:3] == ["Knorm", "50%"])
     assert row == ["", "Knorm", "50%", "60%", *[MISSING] * 5]
-    assert f"{MISSING} not measured" in table.note
+    assert f"{MISSING} means not measured" in table.note
     whole = quotable([part(**TABLES)])
     assert whole.rows[0][:3] == [ON_FRONTIER, "SnapKV", "50%"]
     assert whole.rows[0][3:] == ["90%", "70%", "1.20", "1.40", "0.51", "0.125"]

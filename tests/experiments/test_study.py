@@ -162,7 +162,7 @@ def test_the_page_reads_as_a_paper_and_needs_no_other_file(folder):
         "must you patch its code",
         "know one works The mean of one is 1.867.",
         "know two works The mean of two is 1.867.",
-        "What was asked What about one? What about two?",
+        "Questions What about one? What about two?",
         *("The one experiment", "What about one?", "The mean of one is 1.867."),
         *("Figure 1. A line: x against row", "Three numbers are written down.", "The last."),
         *("Nothing else.", "Full table one.csv, 3 rows", "Repeat it: python -m experiments one"),
@@ -262,7 +262,7 @@ def test_the_committed_report_is_read_off_the_committed_tables():
     found = [finding for part in parts for finding in part.findings]
     assert all(f"{each.text} *({each.basis})*" in said for each in found)
     again = read_table(results / "seeds.csv").query("shift != 0")["number"]
-    assert sorted(number for each in found for number in each.again) == sorted(again)
+    assert sorted(number for each in found for number in each.reseeded) == sorted(again)
     views = [view for part in parts for view in part.experiment.views(part.tables)]
     assert all(view.markdown() in said for view in views)
 

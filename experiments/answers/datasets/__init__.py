@@ -1,7 +1,7 @@
 """Datasets by name: generated here, or published and loaded from the hub or a local copy.
 
-A dataset is written `NAME`, `NAME/TASK`, `NAME@LENGTH` or `NAME/TASK@LENGTH`; without a task all of
-its tasks are meant. Lengths are tokens (of `facts`: words).
+A dataset is written `NAME`, `NAME/TASK`, `NAME@LENGTH` or `NAME/TASK@LENGTH`; without a task it
+means all of its tasks. Lengths are in tokens (for `facts`: in words).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Source(NamedTuple):
     """A dataset.
 
     Attributes:
-        tasks: that it has.
-        length: where none is asked for; 0: samples have the lengths that they have.
-        make: the samples that are wanted.
+        tasks: names of its tasks.
+        length: default length; 0: the lengths of its samples are fixed.
+        make: makes the requested samples.
     """
 
     tasks: tuple[str, ...]
@@ -54,7 +54,7 @@ def expand(text: str) -> list[str]:
     """The tasks that `text` names, each as `NAME/TASK` or `NAME/TASK@LENGTH`.
 
     Raises:
-        UserError: if there is no such dataset or task, or if it has no length to choose.
+        UserError: if there is no such dataset or task, or if its lengths are fixed.
     """
     name, task, length = _parse(text)
     source = SOURCES[name]
@@ -67,7 +67,7 @@ def expand(text: str) -> list[str]:
 
 
 def load(text: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The samples of one task, `NAME/TASK` or `NAME/TASK@LENGTH`, for a tokenizer.
+    """Make or load the samples of one task, `NAME/TASK` or `NAME/TASK@LENGTH`.
 
     Raises:
         UserError: if they cannot be made or loaded.
@@ -91,6 +91,6 @@ def _parse(text: str) -> tuple[str, str | None, int | None]:
 
 
 def contexts_of(samples: Iterable[Sample]) -> list[list[Sample]]:
-    """Samples in a row that share a context and how they are answered, so that one cache does."""
-    alike = groupby(samples, lambda x: (x.context, x.answer_prefix, x.max_new_tokens))
-    return [list(group) for _, group in alike]
+    """Group consecutive samples that can share a cache: same context, prefix and answer length."""
+    groups = groupby(samples, lambda x: (x.context, x.answer_prefix, x.max_new_tokens))
+    return [list(group) for _, group in groups]

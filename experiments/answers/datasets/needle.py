@@ -19,10 +19,10 @@ _MAX_NEW_TOKENS = 16
 
 
 def make(wanted: Wanted) -> list[Sample]:
-    """A sample per depth, as asked for or evenly spread, each as long as asked for.
+    """A sample of the requested length for each depth of the settings; by default evenly spread.
 
     Raises:
-        UserError: if the essays are shorter than that.
+        UserError: if the essays are shorter than the requested length, or the needle does not fit.
     """
     task, length, settings, tokenizer = wanted
 
@@ -43,8 +43,8 @@ def make(wanted: Wanted) -> list[Sample]:
     haystack = essays[: most(lambda n: n < len(essays) and n_tokens(essays[:n]) <= room)]
     last = max(settings.samples - 1, 1)
     depths = settings.needle_depth or [number / last for number in range(settings.samples)]
-    asked = QUESTION, (ANSWER,), "match_all", _MAX_NEW_TOKENS, PREFIX
-    return [Sample(task, _with_needle(haystack, depth), *asked) for depth in depths]
+    question = QUESTION, (ANSWER,), "match_all", _MAX_NEW_TOKENS, PREFIX
+    return [Sample(task, _with_needle(haystack, depth), *question) for depth in depths]
 
 
 def _with_needle(haystack: str, depth: float) -> str:

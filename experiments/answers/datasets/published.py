@@ -1,7 +1,7 @@
 """Published benchmarks, from the hub or from a local copy of the same repository.
 
-Prompts are those of the repositories, where these hold them in their columns. What is left to this
-project is which column means what, and which metric scores which task.
+Prompts are taken from the columns of the repositories, if they have them. This project only defines
+the meaning of the columns, and the metric of each task.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from experiments.answers.metrics import UNKNOWN
 from experiments.answers.sample import Sample, Wanted
 
 Columns = Mapping[str, tuple[str, ...]]
-"""From what is needed to the names that a column with it may have."""
+"""From a field of a sample to the names that its column may have."""
 
 _QUESTION_ABOUT_CONTEXT: Columns = {
     "context": ("context",),
@@ -36,16 +36,16 @@ class Published:
 
     Attributes:
         hub: id of the repository.
-        split: of the dataset.
-        metrics: the tasks that it has, and the metric of each.
-        length: where it comes in several, a folder each, and none is asked for; 0: it does not.
-        task_is: what of the repository a task is: a "config", a value of the "column" task, or
-            nothing ("").
-        config: name of the config of a task, with the task in place of `{}`.
+        split: split of the dataset.
+        metrics: metric by task.
+        length: default length, if the repository has a folder for each length; 0: it has not.
+        task_is: how the repository stores tasks: as a "config", as values of the column `task`
+            ("column"), or not at all ("").
+        config: name of a task's config, with `{}` for the task.
         required: columns that every row must have.
-        question: what follows the context where no column says it.
-        max_new_tokens: where no column says it.
-        one_line: tasks of which an answer is one line.
+        question: the question if no column holds it.
+        max_new_tokens: longest answer in tokens, if no column holds it.
+        one_line: tasks whose answers are a single line.
     """
 
     hub: str
@@ -66,19 +66,19 @@ def make(name: str, wanted: Wanted) -> list[Sample]:
     samples = list(samples_of(published, name, wanted))
     if not samples:
         raise UserError(f"{name} has no rows of the task {wanted.task!r} in {published.hub}")
-    # A choice that does not hang on the order of the rows, in that order.
+    # Chosen at random, and kept in the order of the rows.
     few = min(settings.samples, len(samples))
     chosen = random.Random(settings.seed).sample(range(len(samples)), few)
     return [samples[index] for index in sorted(chosen)]
 
 
 def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping[str, Any]]:
-    """The rows of a repository, checked for the columns that are needed.
+    """The rows of a repository, checked for the required columns.
 
-    They are those of the hub, or of a copy in a folder `name` of the settings' `data`.
+    They are loaded from the hub, or from a copy in the folder `name` of the settings' `data`.
 
     Raises:
-        UserError: if it cannot be loaded, or lacks a column.
+        UserError: if the repository cannot be loaded, or lacks a column.
     """
     task, length, data = wanted.task, wanted.length, wanted.settings.data
     source = published.hub if data is None else str(Path(data).expanduser() / name)
@@ -102,10 +102,10 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
 
 
 def samples_of(published: Published, name: str, wanted: Wanted) -> Iterator[Sample]:
-    """The rows of a task as samples; empty columns count as absent.
+    """The rows of a task as samples; columns whose value is None count as absent.
 
     Raises:
-        UserError: naming a row without context or answers.
+        UserError: if a row has no context or no answers.
     """
     task, columns = wanted.task, published.required.items()
     for number, row in enumerate(rows_of(published, name, wanted)):
@@ -131,7 +131,7 @@ def samples_of(published: Published, name: str, wanted: Wanted) -> Iterator[Samp
 
 
 def _answers(value: Any) -> tuple[str, ...]:
-    """The references: one, a list of them, or the values of a mapping written as text (cloze)."""
+    """The references: of one answer, a list, or a mapping written as text (cloze tasks)."""
     if isinstance(value, str) and value.lstrip().startswith("{'<"):
         value = list(ast.literal_eval(value).values())
     values = value if isinstance(value, (list, tuple)) else [value]

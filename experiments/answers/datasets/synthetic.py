@@ -1,8 +1,8 @@
-"""Long-context tasks in the manner of RULER (Hsieh et al., arXiv 2404.06654), made here.
+"""Generated long-context tasks modelled on RULER (Hsieh et al., arXiv 2404.06654).
 
-Every task is drawn from a seed at any length for any tokenizer. The words and sentences are this
-project's own, so that scores can be compared with each other, not with those published for RULER;
-`ruler` loads the published samples.
+Every task can be drawn from a seed at any length for any tokenizer. The words and sentences are
+this project's own, so scores cannot be compared with those published for RULER; the dataset `ruler`
+loads the published samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Task(NamedTuple):
     """How a task is drawn.
 
     Attributes:
-        draw: a draft from a generator and the amount of what surrounds the answer.
+        draw: draws a draft, given a generator and the amount of text around the answer.
         max_new_tokens, metric: see `Sample`.
     """
 
@@ -59,7 +59,7 @@ def make(wanted: Wanted) -> list[Sample]:
     samples = []
     for number in range(settings.samples):
         own = amount
-        while (draft := drawn(number, own))[1] > room and own > 1:  # other words, more tokens
+        while (draft := drawn(number, own))[1] > room and own > 1:  # its words take more tokens
             own -= max(1, own // 50)
         context, question, prefix, answers = draft[0]
         limits = task.metric, task.max_new_tokens
@@ -68,7 +68,7 @@ def make(wanted: Wanted) -> list[Sample]:
 
 
 def most(fits: Callable[[int], bool]) -> int:
-    """The largest amount that fits, found by doubling and halving; 0 if not even 1 does."""
+    """The largest amount that fits, found by doubling and bisection; 0 if not even 1 fits."""
     high = next(n for n in (2**power for power in count()) if not fits(n))
     return bisect_left(range(high), True, lo=max(1, high // 2), key=lambda n: not fits(n)) - 1
 
@@ -77,7 +77,7 @@ def most(fits: Callable[[int], bool]) -> int:
 
 
 def _names(rng: random.Random, n: int) -> list[str]:
-    """`n` different names such as `brave-walnut`, numbered only where there are not enough."""
+    """`n` different names such as `brave-walnut`, with a number if there are not enough pairs."""
     pairs = len(FILLER) * len(VALUES)
     names = []
     for place in rng.sample(range(pairs * -(-n // pairs)), n):
@@ -106,16 +106,16 @@ _SENTENCES = (
 
 
 def _noise(rng: random.Random, n: int) -> list[str]:
-    """`n` sentences that say nothing of interest."""
+    """`n` filler sentences."""
     return [rng.choice(_SENTENCES).format(*rng.sample(VALUES, 2)) for _ in range(n)]
 
 
 def _hidden(rng: random.Random, needles: list[str], noise: list[str]) -> str:
-    """The needles at random places in the noise, in their order."""
-    places = sorted(rng.randrange(len(noise) + 1) for _ in needles)
+    """Insert the needles at random positions into the noise, in their order."""
+    indices = sorted(rng.randrange(len(noise) + 1) for _ in needles)
     sentences = list(noise)
-    for place, sentence in reversed(list(zip(places, needles, strict=True))):
-        sentences.insert(place, sentence)
+    for index, sentence in reversed(list(zip(indices, needles, strict=True))):
+        sentences.insert(index, sentence)
     return " ".join(sentences)
 
 
@@ -127,7 +127,10 @@ def _listed(words: list[str]) -> str:
 
 
 def _needles(rng: random.Random, amount: int, keys: int, values: int, asked: int) -> Draft:
-    """Secret numbers hidden in noise: of `keys` names, `values` numbers each, `asked` wanted."""
+    """Secret numbers hidden in noise: `keys` names with `values` numbers each; `asked` are asked.
+
+    The question asks for all numbers of `asked` names.
+    """
     names = _names(rng, keys)
     numbers = {name: [str(rng.randrange(10**6, 10**7)) for _ in range(values)] for name in names}
     needles = [f"One secret number of {name} is {n}." for name in names for n in numbers[name]]
@@ -145,7 +148,7 @@ def _needles(rng: random.Random, amount: int, keys: int, values: int, asked: int
 
 
 def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
-    """Variable tracking: a number is passed on from variable to variable, between noise."""
+    """Variable tracking: a chain of assignments of one number, hidden in noise."""
     names = _made_up(rng, hops + 1, "ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5)
     number = str(rng.randrange(10**4, 10**5))
     steps = [f"VAR {names[0]} = {number}."]
@@ -160,7 +163,7 @@ def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
 
 
 def _common_words(rng: random.Random, amount: int, common: int = 10) -> Draft:
-    """Common words: a list in which a few words come 10 times each, all others once."""
+    """Common words: a list in which a few words occur 10 times each, all others once."""
     names = _names(rng, common + amount)
     words = names[:common] * 10 + names[common:]
     rng.shuffle(words)
@@ -177,11 +180,11 @@ def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
     """Frequent words: made-up words whose frequencies fall as in Zipf's law (exponent 2)."""
     syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     words = _made_up(rng, 50, syllables, 3)
-    # Exact counts rather than draws: the most frequent words are so in every sample.
+    # Exact counts instead of random draws, so that the answer is certain.
     total = sum(rank**-2.0 for rank in range(1, len(words) + 1))
     counts = [round(10 * amount * rank**-2.0 / total) for rank in range(1, len(words) + 1)]
     text = [w for w, n in zip(words, counts, strict=True) for _ in range(max(n, 1))]
-    text += words[:wanted] * 2  # also where rounding made neighbours equal
+    text += words[:wanted] * 2  # breaks ties that rounding may cause
     rng.shuffle(text)
     return (
         f"Below is a text in an unknown language.\n{' '.join(text)}.",
@@ -230,4 +233,4 @@ TASKS: dict[str, Task] = {
     "frequent_words": Task(_frequent_words, 48),
     "qa": Task(_questions, 16, "match_any"),
 }
-"""Every task by its name; needles and hops as many as in RULER's default configuration."""
+"""Every task by its name; the numbers of needles and hops are RULER's defaults."""
