@@ -136,7 +136,7 @@ class Scenarios(Experiment[OptionsT]):
 
     @abstractmethod
     def wrong(self, when: str) -> str:
-        """The outcome, one of `looks`, if the response at the moment `when` is not the right one."""
+        """The outcome, one of `looks`, if the response at the moment `when` is wrong."""
 
     def outcome(self, scenario: Iterator[Moment], family: str) -> tuple[str, str]:
         """The worst outcome of a scenario, and a detail of what is wrong.

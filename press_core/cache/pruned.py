@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
 from press_core.cache.memory import Key, Memory
-from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
+from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
 from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, current
@@ -222,11 +222,11 @@ class PrunedLayer(DynamicLayer):
         inner.keys, inner.values = keys, values
         return type(self)(inner)
 
-    def check_shape(self, left: str) -> None:
-        """Raise if this kind of layer cannot store `left`, a phrase for what the press keeps.
+    def check_stores(self, kept: Uneven) -> None:
+        """Raise if this kind of layer cannot store what the press keeps.
 
         Raises:
-            UnsupportedCacheError: naming `left` and what to use.
+            UnsupportedCacheError: naming `kept` and what to use.
         """
 
     def settled(self) -> PrunedLayer:

@@ -15,7 +15,7 @@ from press_core.cache.memory import Key, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import reading_needs
-from press_core.cache.tokens import Kept
+from press_core.cache.tokens import Kept, Uneven
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.model.sites import AttentionSite
@@ -130,7 +130,7 @@ def _even(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Pruned
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):
         channels = decisions.joined(lambda e: _required(e.channels))
-        old.check_shape("some channels of the keys")
+        old.check_stores(Uneven.CHANNELS)
         inner = old.holding(*states).inner
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, decisions.call.keys.shape[-1])
     else:
@@ -192,9 +192,9 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
             return eviction.head_mask
         return torch.ones_like(eviction.keys[..., 0], dtype=torch.bool)
 
-    late = ", and evicts some later" if any(e.carried for e in decisions.evictions) else ""
+    late = any(eviction.carried for eviction in decisions.evictions)
     kept = Kept(n_seen=old.n_seen, real=real_tokens(old, decisions))
-    old.check_shape(f"other tokens for each head{late}")
+    old.check_stores(Uneven.HEADS_AND_LATER if late else Uneven.HEADS)
     keys, values = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     site, positions = decisions.call.site, _required(_positions(old, decisions))
     layer = RaggedLayer.of(

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.cache.kinds import KINDS, OPEN_KINDS
 from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
 from press_core.scope import ScopeState
@@ -50,10 +51,10 @@ class PrunedQuantizedLayer(PrunedLayer):
         empty._quantized_keys = empty._quantized_values = None
         return empty
 
-    def check_shape(self, left: str) -> None:
+    def check_stores(self, kept: Uneven) -> None:
         raise UnsupportedCacheError(
-            f"the press keeps {left}, which a {type(self.inner).__name__} cannot store; use a "
-            "DynamicCache"
+            f"the press keeps {kept.value}, which a {type(self.inner).__name__} cannot store; "
+            "use a DynamicCache"
         )
 
     def drop_last(self, n: int) -> None:
@@ -84,8 +85,8 @@ class PrunedStagingLayer(PrunedLayer):
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         return PrunedQuantizedLayer(self.inner.quantized).holding(keys, values)
 
-    def check_shape(self, left: str) -> None:
-        PrunedQuantizedLayer(self.inner.quantized).check_shape(left)
+    def check_stores(self, kept: Uneven) -> None:
+        PrunedQuantizedLayer(self.inner.quantized).check_stores(kept)
 
     def settled(self) -> PrunedLayer:
         return self.holding(*self.states())
@@ -106,8 +107,8 @@ def stage(scope: ScopeState, forward: Forward) -> None:
             continue
         if scope.press.evicts.needs_attention:
             by_channel = scope.press.evicts is Evicts.CHANNELS
-            left = "some channels of the keys" if by_channel else "other tokens for each head"
-            PrunedQuantizedLayer(layer).check_shape(left)
+            kept = Uneven.CHANNELS if by_channel else Uneven.HEADS
+            PrunedQuantizedLayer(layer).check_stores(kept)
         if forward.n_remaining or Phase.AFTER_DECODER in scope.traits.phases:
             raise UnsupportedCacheError(
                 "a quantized cache gives back no exact keys of earlier chunks or layers, which the "

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from press_core.cache.kinds import KINDS
 from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
 
 
@@ -109,10 +110,11 @@ class PrunedStaticLayer(PrunedLayer):
     def emptied(self) -> StaticLayer:
         return StaticLayer(self.get_max_length())
 
-    def check_shape(self, left: str) -> None:
-        if "channels" in left or "later" in left:  # a buffer has one width, and its heads one start
+    def check_stores(self, kept: Uneven) -> None:
+        if kept is not Uneven.HEADS:  # a buffer has one width, and its heads one start
             raise UnsupportedCacheError(
-                f"the press keeps {left}, which a static cache cannot store; use a DynamicCache"
+                f"the press keeps {kept.value}, which a static cache cannot store; "
+                "use a DynamicCache"
             )
 
     def drop_last(self, n: int) -> None:
