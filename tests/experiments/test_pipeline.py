@@ -182,7 +182,12 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("ut
     ("contexts", "questions", "options", "words"),
     [
         *REFUSED["questions"],
-        ("river", ["of " * 2048], {}, "the question takes 2048 tokens.*in the 2048 positions of the model"),
+        (
+            "river",
+            ["of " * 2048],
+            {},
+            "the question takes 2048 tokens.*in the 2048 positions of the model",
+        ),
         ("of " * 2048, ["? a"], {}, "take 2049 and 2 tokens.*max_context_length=2046 or less"),
         ("river", ["? a"], {"press": hooks_impl.KnormPress}, "give a press of hooks_impl"),
     ],
