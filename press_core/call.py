@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from press_core.copies import copied
 from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
@@ -296,7 +295,7 @@ class AttentionCall:
 
     def replace(self, **fields: Any) -> AttentionCall:
         """A copy with other `fields`."""
-        return copied(self, **fields)
+        return replace(self, **fields)
 
     # ---- narrower calls, for presses that wrap presses -------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import reduce
 from inspect import getattr_static
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 from press_core.budget import Amount, Tokens, n_kept, ratio_of
 from press_core.call import AttentionCall
-from press_core.copies import copied
-from press_core.errors import HyperparameterError, UnsupportedModelError
+from press_core.errors import HyperparameterError, UnsupportedInputError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.fields import amount_field, check_fields, require
 from press_core.forward import Arguments, Forward
@@ -140,9 +140,9 @@ class Press:
 
     def changed(self, **values: Any) -> Press:
         """A copy of this press with other fields; attributes set by its class are copied, too."""
-        changed = copied(self, **values)
-        for of_original in ("_last_scope", "prepared_as"):
-            vars(changed).pop(of_original, None)
+        changed = copy(self)
+        vars(changed).update(values)
+        vars(changed).pop("prepared_as", None)
         changed.validate()
         return changed
 
@@ -209,8 +209,20 @@ class Press:
         )
 
     def evict(self, call: AttentionCall) -> Eviction:
-        """The result of `compress` for `call`, as an `Eviction`."""
-        return Eviction.of(call, self.compress(call))
+        """The result of `compress` for `call`, as an `Eviction`.
+
+        Raises:
+            UnsupportedInputError: if the press reads hidden states that were not buffered.
+        """
+        try:
+            return Eviction.of(call, self.compress(call))
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if not (call.hidden_states.is_meta and "meta" in str(error)):
+                raise
+            raise UnsupportedInputError(
+                f"{type(self).__name__} reads hidden states of {call.site.name} that were not "
+                "buffered; declare `needs = Needs.HIDDEN_STATES` in the press that reads them"
+            ) from error
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
         """Per-token values to store; called after each forward in a phase in which the press acts.

@@ -33,7 +33,7 @@ class BudgetPress(Press):
 
 
 @dataclass
-class TokenScorer(BudgetPress):
+class TokenScorer(Press):
     """A press that gives each token a score and keeps the best.
 
     Attributes:
@@ -48,7 +48,10 @@ class TokenScorer(BudgetPress):
         """The formula: scores `(B, H_kv, S)`, floating point, higher is better."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
-    def spend(self, call: AttentionCall, n: int) -> Eviction:
+    def compress(self, call: AttentionCall) -> Eviction:
+        n = self.budget(call)
+        if n >= call.length:
+            return Eviction.nothing(call)
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
     def checked_scores(self, call: AttentionCall) -> Tensor:

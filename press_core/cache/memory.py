@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from press_core.copies import copied
 
 FIRST = 2
 """Counters start at 2: torch.compile specializes graphs for 0 and 1."""
@@ -69,7 +67,7 @@ class Memory:
 
     def after_forward(self) -> Memory:
         """The memory with both counters advanced by one forward."""
-        return copied(self, ticks=self.ticks + 1, all_ticks=self.all_ticks + 1)
+        return replace(self, ticks=self.ticks + 1, all_ticks=self.all_ticks + 1)
 
     def with_step(self, step: Step, limit: int | None = None) -> Memory:
         """The memory with the states of the newest tokens appended.
@@ -84,7 +82,7 @@ class Memory:
             excess, steps = excess - steps[0].n, steps[1:]
         if excess:
             steps = (steps[0].cut(excess, steps[0].n), *steps[1:])
-        return copied(self, steps=(*steps, step), n_known=n_known)
+        return replace(self, steps=(*steps, step), n_known=n_known)
 
     def last(self, limit: int | None = None) -> dict[str, Tensor]:
         """By name, the states of the last `limit` tokens, `(B, ..., limit, channels)`."""
@@ -105,7 +103,7 @@ class Memory:
             by_this_scope: whether this scope pruned the layer.
         """
         if self.in_prefill and not by_this_scope:
-            return copied(self, slots=slots)
+            return replace(self, slots=slots)
         ticks = FIRST if by_this_scope else self.ticks
         return Memory(ticks, self.all_ticks, slots=slots)
 
@@ -127,6 +125,6 @@ class Memory:
             n, steps = max(0, n - last.n), (*before, *left)
         slots = {name: x[..., :n_slots] for name, x in self.slots.items()}
         n_known = sum([step.n for step in steps])
-        return copied(
+        return replace(
             self, ticks=ticks, all_ticks=all_ticks, steps=steps, slots=slots, n_known=n_known
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from transformers.cache_utils import DynamicLayer
 from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
 from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
-from press_core.copies import copied
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, current
 
@@ -50,15 +50,12 @@ class PrunedLayer(DynamicLayer):
         memories: by scope, what the scope remembers of this layer.
         is_first: whether the model builds its one mask from the sizes of this layer.
         is_unusable: whether an exception ended the forward that pruned this layer.
-        room: in a buffer of fixed length, the number of slots after the pruned part; the model
-            always builds a mask for all of them. None: the layer grows.
         refusal: why a press cannot prune this layer again; empty: it can.
         unreadable: error message for a forward that lacks what `needs` lists.
     """
 
     is_unusable = False
     is_first = False
-    room: int | None = None
     refusal = ""
     unreadable = (
         "this cache holds rows or layers of different lengths, which the model's own attention "
@@ -112,6 +109,14 @@ class PrunedLayer(DynamicLayer):
     def n_counted(self) -> Any:
         """`n_recent` for the model; a tensor in a buffer, so one graph fits every length."""
         return self.n_recent
+
+    @property
+    def room(self) -> int | None:
+        """In a buffer of fixed length, the slots after the pruned part; None: the layer grows.
+
+        The model always builds a mask for all of them.
+        """
+        return None
 
     @property
     def is_compileable(self) -> bool:
@@ -216,7 +221,7 @@ class PrunedLayer(DynamicLayer):
 
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         """A layer of the same kind that stores `keys` and `values`; its `kept` is not set."""
-        inner = copied(self.inner)
+        inner = copy(self.inner)
         if not inner.is_initialized:
             inner.lazy_initialization(keys, values)
         inner.keys, inner.values = keys, values
@@ -235,7 +240,7 @@ class PrunedLayer(DynamicLayer):
 
     def emptied(self) -> Any:
         """An empty layer of `transformers` of the same kind."""
-        inner = copied(self.inner)
+        inner = copy(self.inner)
         inner.keys = inner.values = None
         inner.is_initialized = False
         inner.reset()

@@ -168,7 +168,7 @@ class RaggedLayer(InPlaceLayer):
         return self.recent.n_counted
 
     @property
-    def room(self) -> int | None:  # type: ignore[override]
+    def room(self) -> int | None:
         return self.recent.room
 
     @property

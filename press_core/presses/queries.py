@@ -10,7 +10,6 @@ evicts, in [0, 1), or the `Tokens` that it keeps.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,16 +54,9 @@ class WindowScorer(RatioScorer):
     needs = Needs.QUERIES
     whole_up_to = ("window_size",)
 
-    def score(self, call: AttentionCall) -> Tensor:
-        return with_ends(self.votes(call), last=self.window_size)
-
-    @abstractmethod
-    def votes(self, call: AttentionCall) -> Tensor:
-        """Scores of the tokens before the window of `w` tokens, `(B, H_kv, S - w)`, float32."""
-
-    def pooled(self, votes: Tensor) -> Tensor:
-        """Votes `(B, H_kv, m)` average-pooled over neighbouring keys, in the same shape."""
-        return avg_pool1d(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+    def pooled(self, scores: Tensor) -> Tensor:
+        """Scores `(B, H_kv, m)` average-pooled over neighbouring keys, in the same shape."""
+        return avg_pool1d(scores, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
 
 @dataclass
@@ -80,10 +72,10 @@ class SnapKV(WindowScorer):
         kernel_size: width in tokens of the average pooling over neighbouring keys; odd.
     """
 
-    def votes(self, call: AttentionCall) -> Tensor:
-        """Mean attention of the window's queries, average-pooled over neighbouring keys."""
+    def score(self, call: AttentionCall) -> Tensor:
         attention = mean_attention(call, call.queries(self.window_size))
-        return self.pooled(attention[..., : call.length - self.window_size])
+        pooled = self.pooled(attention[..., : call.length - self.window_size])
+        return with_ends(pooled, last=self.window_size)
 
 
 @dataclass
@@ -157,8 +149,7 @@ class DropKV(WindowScorer):
     kernel_size: int = odd(7)
     epsilon: float = limited(1e-6, lambda x: x > 0, "more than 0")
 
-    def votes(self, call: AttentionCall) -> Tensor:
-        """Squared change of the window's outputs without each pair, summed over the queries."""
+    def score(self, call: AttentionCall) -> Tensor:
         before = call.length - self.window_size
         weights = window_attention(call, self.window_size)  # (B, H_kv, G, w, S)
         values = upcast(call.values).unsqueeze(2)
@@ -168,7 +159,8 @@ class DropKV(WindowScorer):
         # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², which needs no tensor (w, S, d)
         distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
         distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
-        return self.pooled((odds * distances).sum(dim=3).mean(dim=2))
+        changes = (odds * distances).sum(dim=3).mean(dim=2)
+        return with_ends(self.pooled(changes), last=self.window_size)
 
 
 # ---- R-KV ----------------------------------------------------------------------------------------
@@ -200,15 +192,15 @@ class RKV(WindowScorer):
     similarity_threshold: float = number(0.5, -1, 1)
     n_retained: int = count(1)
 
-    def votes(self, call: AttentionCall) -> Tensor:
-        """Importance less redundancy, weighted by `mix_lambda`."""
+    def score(self, call: AttentionCall) -> Tensor:
         before, width = call.length - self.window_size, self.kernel_size
         weights = window_attention(call, self.window_size)[..., :before].amax(dim=2)
         pooled = max_pool1d(weights.flatten(0, 1), width, stride=1, padding=width // 2)
         important = pooled.view_as(weights).mean(dim=2)  # over the queries: (B, H_kv, S - w)
         similar = similarity(call.keys, self.similarity_threshold, self.n_retained)
         redundant = similar.softmax(dim=-1)[..., :before]
-        return self.mix_lambda * important - (1 - self.mix_lambda) * redundant
+        scores = self.mix_lambda * important - (1 - self.mix_lambda) * redundant
+        return with_ends(scores, last=self.window_size)
 
 
 def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | None = None) -> Tensor:

@@ -16,6 +16,17 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.observed import Query
+from press_core.press import Press
+
+
+def decided(press: Press, call: AttentionCall) -> Eviction:
+    """The press's decision about the heads of all ranks, restricted to those of this rank."""
+    return of_own_heads(press.evict(of_all_heads(call)), call)
+
+
+def remembered(press: Press, call: AttentionCall) -> Mapping[str, Tensor]:
+    """The result of `Press.remember` for the heads of this rank."""
+    return own_heads(press.remember(of_all_heads(call)), call)
 
 
 def of_all_heads(call: AttentionCall) -> AttentionCall:

@@ -93,7 +93,7 @@ class PrunedStaticLayer(PrunedLayer):
         return self.inner.get_seq_length() if filled is None else filled - self.kept.n_slots
 
     @property
-    def room(self) -> int:  # type: ignore[override]
+    def room(self) -> int:
         return int(self.max_cache_len) - self.kept.n_slots
 
     def states(self) -> tuple[Tensor, Tensor]:
