@@ -23,11 +23,12 @@ from attention_patch.reversible import Patch, wrap
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import begin, joined_forward, leave, runs_eagerly
+from press_core.entry import begin, joined_forward, leave
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, Forward, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
+from press_core.running.compiled import runs_eagerly
 from press_core.scope import InstalledPress, Scope, ScopeState
 from press_core.select import upcast
 from press_core.traits import Evicts, Phase

@@ -21,6 +21,7 @@ from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
 from press_core.press import RatioPress
+from press_core.running.compiled import enter_eagerly, runs_eagerly
 from press_core.running.copies import Hook, LayerHook
 from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import TokenScorer
@@ -126,8 +127,10 @@ def _enter(
     if not kwargs:  # see `Hook`
         return None
     called = Arguments(args, kwargs[0], names)
-    eagerly = entry.runs_eagerly(scope, called)
-    given = (entry.enter_eagerly if eagerly else entry.enter)(scope, called)
+    if runs_eagerly(scope, called):
+        given = enter_eagerly(entry.enter, scope, called)
+    else:
+        given = entry.enter(scope, called)
     return None if given is called else (given.args, given.kwargs)
 
 

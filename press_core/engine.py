@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from press_core import running
@@ -20,7 +19,6 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.forward import Forward
-from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
@@ -35,10 +33,10 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or phase not in press.phases:
         return
-    eagerly = passed.forward.is_context and may_break()
-    (_act_eagerly if eagerly else _act)(scope, press, passed)
+    _act(scope, press, passed)
 
 
+@running.eager_in_contexts
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
@@ -46,9 +44,6 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
         call, occupied = observed
         decisions = Decisions(call, judged(press, call, occupied))
         store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
-
-
-_act_eagerly = torch.compiler.disable(_act)
 
 
 def store_decisions(

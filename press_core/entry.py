@@ -33,9 +33,7 @@ from press_core.cache.reading import (
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, current, n_tokens, own_cache
-from press_core.model.graphs import compile_nothing, may_break
 from press_core.model.sites import AttentionSite, Bystander
-from press_core.on_layers import OnLayers
 from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
@@ -140,37 +138,7 @@ def _settle_layers(scope: ScopeState, forward: Forward) -> None:
         if not torch.compiler.is_compiling():  # compiled graphs contain what is installed
             scope.on_layers.take_off(scope, forward)
     elif not scope.on_layers.are_on:
-        _put_on_eagerly(scope.on_layers)
-
-
-_put_on_eagerly = torch.compiler.disable(OnLayers.put_on)
-
-
-def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
-    """Whether to run a forward eagerly though it is compiled: it brings a context to be pruned."""
-    if not may_break():
-        return False
-    cache, sites = own_cache(given.get("past_key_values")), scope.sites
-    acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)
-    return acts and is_empty(cache, sites[0].layer_idx)
-
-
-def _entered_eagerly(scope: ScopeState, given: Arguments) -> Arguments:
-    """Enter a compiled forward, and run it eagerly until it ends."""
-    compile_again = compile_nothing()
-    try:
-        given = enter(scope, given)
-    except BaseException:
-        compile_again()
-        raise
-    if current.forward is None:  # the scope does not take part
-        compile_again()
-    else:
-        current.forward.at_end.append(compile_again)
-    return given
-
-
-enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
+        scope.on_layers.put_on()
 
 
 def _waits(scope: ScopeState, cache: Cache, given: Arguments, index: int) -> bool:

@@ -11,6 +11,7 @@ from press_core.call import AttentionCall
 from press_core.forward import Forward
 from press_core.observing import AttentionPass
 from press_core.running import chunks, images, quantized, refused, sliding, static
+from press_core.running.compiled import eager_in_contexts
 from press_core.running.images import require_causal
 from press_core.running.ranks import decided, remembered
 from press_core.scope import ScopeState
@@ -32,4 +33,12 @@ OBSERVED: tuple[Callable[[ScopeState, AttentionPass, AttentionCall], AttentionCa
 )
 """Called with the call of a prefill; None if there is nothing to decide about yet."""
 
-__all__ = ["ENTERED", "OBSERVED", "decided", "remembered", "require_causal", "static"]
+__all__ = [
+    "ENTERED",
+    "OBSERVED",
+    "decided",
+    "eager_in_contexts",
+    "remembered",
+    "require_causal",
+    "static",
+]

@@ -1,0 +1,60 @@
+"""Models that torch.compile has compiled: a context that is pruned runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from press_core.cache.caches import is_empty
+from press_core.forward import Arguments, current, own_cache
+from press_core.model.graphs import compile_nothing, may_break
+from press_core.observing import AttentionPass
+from press_core.press import Press
+from press_core.scope import ScopeState
+from press_core.traits import Phase
+
+Act = Callable[[ScopeState, Press, AttentionPass], None]
+"""What a scope does after an attention module."""
+
+
+def eager_in_contexts(act: Act) -> Act:
+    """`act`, kept out of graphs in a prefill, whose values decide what is kept."""
+    outside = torch.compiler.disable(act)
+
+    @wraps(act)
+    def acting(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
+        (outside if passed.forward.is_context and may_break() else act)(scope, press, passed)
+
+    return acting
+
+
+def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
+    """Whether to run a forward eagerly though it is compiled: it brings a context to be pruned."""
+    if not may_break():
+        return False
+    cache, sites = own_cache(given.get("past_key_values")), scope.sites
+    acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)
+    return acts and is_empty(cache, sites[0].layer_idx)
+
+
+def _entered_eagerly(
+    enter: Callable[[ScopeState, Arguments], Arguments], scope: ScopeState, given: Arguments
+) -> Arguments:
+    """`enter` a compiled forward, and run it eagerly until it ends."""
+    compile_again: Callable[[], Any] = compile_nothing()
+    try:
+        given = enter(scope, given)
+    except BaseException:
+        compile_again()
+        raise
+    if current.forward is None:  # the scope does not take part
+        compile_again()
+    else:
+        current.forward.at_end.append(compile_again)
+    return given
+
+
+enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)
