@@ -59,7 +59,7 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
         return None
     if thread is not None and (is_compiling or thread != threading.get_ident()):
         return None
-    if is_compiling or outer is not None or not scope.traits.may_pass:
+    if outer is not None or not scope.traits.may_pass:
         return _joined(scope, given)
     return _unless_it_passes(scope, given, sites[0].layer_idx)
 
@@ -73,7 +73,8 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
         first: index of the first layer that the press works on.
     """
     cache, forward = own_cache(given.get("past_key_values")), None
-    if not isinstance(cache, Cache) or chunks.is_under_way(cache):
+    is_compiling = torch.compiler.is_compiling()
+    if not isinstance(cache, Cache) or (not is_compiling and chunks.is_under_way(cache)):
         return _joined(scope, given)
     layers = pruned_layers(cache)
     if not layers and is_empty(cache, first):
@@ -84,9 +85,10 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
             return forward
     if scope.traits.counts and not _waits(scope, cache, given, first):
         return forward or _joined(scope, given)
-    _note_whole(scope, cache, layers, first)
-    scope.tally.n_forwards += 1
-    scope.on_layers.take_off(scope)
+    if not is_compiling:  # compiled forwards are not counted, and contain what is installed
+        _note_whole(scope, cache, layers, first)
+        scope.tally.n_forwards += 1
+        scope.on_layers.take_off(scope)
     return None
 
 
