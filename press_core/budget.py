@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 from press_core.errors import HyperparameterError
 
@@ -25,8 +25,11 @@ class Tokens:
     progress: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.n, int) and self.n >= 1 and 0 <= self.progress <= 1):
-            raise HyperparameterError(f"{self}: a budget must be a number of tokens, 1 or more")
+        counts = isinstance(self.n, Integral) and not isinstance(self.n, bool)
+        if not (counts and self.n >= 1 and isinstance(self.progress, Real)):
+            raise HyperparameterError(
+                f"Tokens({self.n!r}): a budget must be a number of tokens, 1 or more"
+            )
 
     def __repr__(self) -> str:
         return f"Tokens({self.n})" if self.progress == 1 else f"Tokens({self.n}, {self.progress})"

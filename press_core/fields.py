@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from functools import cache
+from math import isfinite
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -32,7 +33,7 @@ def count(default: Any = MISSING, at_least: int = 0, of: str = "a number of toke
 def number(default: float, low: float, high: float = float("inf")) -> Any:
     """A field for a number in [`low`, `high`]."""
     allowed = f"{low:g} or more" if high == float("inf") else f"a number in [{low:g}, {high:g}]"
-    return limited(default, lambda x: low <= x <= high, allowed)
+    return limited(default, lambda x: low <= x <= high and isfinite(x), allowed)
 
 
 def share(default: float) -> Any:
@@ -105,7 +106,8 @@ def check_fields(press: Any, kind: type) -> None:
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
         if get_origin(annotation) is Literal:
             values = get_args(annotation)
-            require(press, declared.name, value in values, f"one of {', '.join(map(str, values))}")
+            fits = isinstance(value, str) and value in values
+            require(press, declared.name, fits, f"one of {', '.join(map(str, values))}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)

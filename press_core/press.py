@@ -54,6 +54,12 @@ class Press:
         return Needs.of_parts(part.needs for part in self.parts)
 
     @property
+    def all_needs(self) -> Needs:
+        """Its needs and those of its parts, also if its class declares only what it adds."""
+        of_parts = Needs.of_parts(part.all_needs for part in self.parts)
+        return self.needs | (of_parts & ~Needs.ONLY)
+
+    @property
     def evicts(self) -> Evicts:
         return max([part.evicts for part in self.parts] or [Evicts.TOKENS])
 
@@ -239,7 +245,7 @@ class Press:
             By name, `(B, H_kv, S)`, with the same names each time.
         """
         phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
-        acting = (p for p in self.parts if phase in p.phases and Needs.MEMORY in p.needs)
+        acting = (p for p in self.parts if phase in p.phases and Needs.MEMORY in p.all_needs)
         return {name: x for part in acting for name, x in part.remember(call).items()}
 
     # ---- around the decoder ----------------------------------------------------------------------

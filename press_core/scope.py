@@ -39,7 +39,7 @@ class Traits:
     """The traits of a press, read once per scope: a composition computes them from its parts.
 
     Attributes:
-        needs, phases, buffered_tokens: as the press declares them.
+        needs, phases, buffered_tokens: those of the press and its parts.
         reads_queries: whether the press reads the queries of attention forwards.
         reads_hidden_states: whether the press reads hidden states.
         remembers: whether the press stores values per token; see `Press.remember`.
@@ -60,10 +60,7 @@ class Traits:
 
     @classmethod
     def of(cls, press: Press) -> Traits:
-        of_parts = Needs.of_parts(part.needs for part in press.parts)
-        only = Needs.POSITIONS_ALONE | Needs.SAME_FOR_ALL_HEADS
-        needs = press.needs | (of_parts & ~only)
-        phases, thread = press.observed_phases, vars(press).get("thread")
+        needs, phases, thread = press.all_needs, press.observed_phases, vars(press).get("thread")
         others = phases & ~(Phase.ON_CONTEXTS | Phase.DECODING)
         remembers = Needs.MEMORY in needs
         return cls(

@@ -120,7 +120,7 @@ class Composition(MeasuredPress):
     @property
     def buffered_tokens(self) -> int:
         """The field `hidden_states_buffer_size`, if a part reads hidden states or queries."""
-        reads = any(part.needs & READS for part in self.parts)
+        reads = any(part.all_needs & READS for part in self.parts)
         own: int = vars(self).get("hidden_states_buffer_size", 0) if reads else 0
         return max(own, super().buffered_tokens)
 

@@ -30,14 +30,15 @@ class Needs(Flag):
     """Positions only: it reads neither keys nor values."""
     SAME_FOR_ALL_HEADS = auto()
     """Nothing per head: all heads keep the same tokens."""
+    ONLY = POSITIONS_ALONE | SAME_FOR_ALL_HEADS
+    """Those that say what a press does not need: compositions have them if all their parts do."""
 
     @classmethod
     def of_parts(cls, parts: Iterable[Needs]) -> Needs:
-        """The needs of a composition: the union of its parts', but the last two only if shared."""
+        """The needs of a composition: the union of its parts', but of `ONLY` what all share."""
         known = list(parts)
-        only = cls.POSITIONS_ALONE | cls.SAME_FOR_ALL_HEADS
         of_all = reduce(and_, known) if known else cls.NOTHING
-        return (reduce(or_, known, cls.NOTHING) & ~only) | (of_all & only)
+        return (reduce(or_, known, cls.NOTHING) & ~cls.ONLY) | (of_all & cls.ONLY)
 
 
 class Evicts(IntEnum):

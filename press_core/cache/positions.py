@@ -78,5 +78,7 @@ def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tenso
     real = visible_tokens(mask, n_tokens, len(ids))
     if real is None:
         return ids[:, 0]
+    # With one token of padding, positions that do not count it are consecutive, too.
     counted = ids[:, -1] - ids[:, 0] == n_tokens - 1
+    counted &= ids[:, -1] >= layer.n_seen + n_tokens - 1
     return torch.where(counted, ids[:, 0], ids[:, -1] + 1 - real.sum(dim=-1).to(ids.device))

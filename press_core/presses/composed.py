@@ -61,6 +61,11 @@ class Composed(Composition):
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         """A copy with this total ratio, divided over the presses in the same proportions."""
+        if not is_amount(compression_ratio):
+            raise HyperparameterError(
+                f"{type(self).__name__}.with_ratio({compression_ratio!r:.80}): a ratio is a number "
+                "in [0, 1), or the Tokens to keep"
+            )
         presses, done, total = list(self.presses), 0.0, compression_ratio
         for index, weight in _shares(self.presses).items():
             if isinstance(total, Tokens):  # previous presses have covered the part `done`

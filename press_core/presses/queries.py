@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -349,7 +350,7 @@ class Cap(RatioScorer):
         epsilon: added to the weights in `A`; 0 or more.
     """
 
-    tau: float = 5.0
+    tau: float = limited(5.0, isfinite, "a finite number")
     n_future_positions: int = count(512, 1)
     n_sink: int = count(4)
     epsilon: float = number(1e-6, 0)

@@ -46,7 +46,8 @@ class AdaKV(Wrapper, BudgetPress):
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         scores = self.scorer.checked_scores(call)
         safe = best_first(scores, max(1, int(n * self.alpha_safeguard)))
-        kept = self.choose(call, scores.masked_fill(safe, float("inf")), n)
+        finite = scores.clamp(max=torch.finfo(scores.dtype).max)  # no other score is as high
+        kept = self.choose(call, finite.masked_fill(safe, float("inf")), n)
         return Eviction.keep_per_head(call, kept)
 
     def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
