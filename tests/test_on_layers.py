@@ -214,7 +214,7 @@ def test_a_patch_that_was_lost_is_told_of_though_it_has_come_off(model):
         assert lengths(cache) == [40] * 3
         step(model, cache)
         assert lengths(prefilled(model)) == [20] * 3  # they have come back
-        with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
+        with pytest.warns(RuntimeWarning, match="put back"):
             scope.remove()
 
 
@@ -223,7 +223,7 @@ def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(
         step(model, prefilled(model))
         attention = model.model.layers[1].self_attn
         attention.q_proj = copy.deepcopy(attention.q_proj)
-        with pytest.raises(ScopeError, match="was replaced after this scope had opened"):
+        with pytest.raises(ScopeError, match="replaced"):
             prefilled(model)
 
 
