@@ -102,7 +102,7 @@ def rank(index, folder, port):
 def of_ranks(tmp_path_factory):
     """What one process keeps, and each of two ranks."""
     folder = tmp_path_factory.mktemp("models")
-    alone = {}
+    given, alone = [], {}
     for case in CASES:
         family = case.split(",")[0]
         implementation = "eager" if family == "gpt_oss" else "sdpa"
@@ -113,13 +113,16 @@ def of_ranks(tmp_path_factory):
             for mechanism, p in PACKAGES.items()
         }
         torch.save(presses, folder / f"{case}.pt")
-        alone |= found_with(case, model, presses)
+        given.append((case, model, presses))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Where ranks are forked from loads torch and transformers once.
-    mp.set_forkserver_preload([__name__])
-    mp.start_processes(rank, (str(folder), port), nprocs=RANKS, start_method="forkserver")
+    # Forks have torch and transformers loaded. They come before gradients start threads here.
+    ranks = mp.start_processes(rank, (str(folder), port), RANKS, join=False, start_method="fork")
+    for one in given:
+        alone |= found_with(*one)
+    while not ranks.join():
+        pass
     ranks = [json.loads((folder / f"{index}.json").read_text()) for index in range(RANKS)]
     return alone, ranks
 
