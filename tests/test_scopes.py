@@ -15,6 +15,7 @@ import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths
 from tests.support import (
+    PLAIN,
     both,
     build,
     context_for,
@@ -133,7 +134,7 @@ assert PIPELINE_REGISTRY.get_supported_tasks() == tasks
 from experiments.pipeline import TASK
 assert set(PIPELINE_REGISTRY.get_supported_tasks()) == {*tasks, TASK}
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], env=PLAIN, check=True)
 
 
 def test_a_patch_that_somebody_takes_away_is_not_silent(model):

@@ -32,7 +32,7 @@ def cluster():
         log_to_driver=False,
         logging_level="error",
         _system_config={"worker_niceness": 0},  # other tests run beside these
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        runtime_env={"env_vars": {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}},
     )
     yield
     ray.shutdown()
