@@ -14,7 +14,7 @@ from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import draw
 from press_core import CacheFileError, about_cache, save_cache
 from tests.experiments.tiny import cli
-from tests.support import PIPELINE_PRESSES, both, snapshot
+from tests.support import PIPELINE_PRESSES, in_turn, snapshot
 
 ACT_LATER = {"decoding", "streaming", "dms"}
 TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
@@ -34,8 +34,7 @@ def facts():
     return [text.context for text in drawn], questions
 
 
-@both
-@pytest.mark.parametrize("name", list(PIPELINE_PRESSES))
+@in_turn("name", PIPELINE_PRESSES)
 def test_several_contexts(answerer, name, package, tmp_path):
     texts, questions = facts()
     press, path = PIPELINE_PRESSES[name](package), tmp_path / "contexts.safetensors"

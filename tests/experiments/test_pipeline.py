@@ -78,7 +78,6 @@ def test_long_contexts_lose_their_middle_and_say_so(model, answerer, caplog):
     assert record.getMessage().startswith("a context of 43 tokens is cut to 11")
 
 
-@both
 @pytest.mark.parametrize("saved", [False, True])
 def test_answers_end_where_the_model_has_no_more_positions(
     model, answerer, monkeypatch, caplog, tmp_path, package, saved
@@ -200,7 +199,6 @@ def pipe(model, tokenizer):
     return pipeline(TASK, model=model, tokenizer=tokenizer)
 
 
-@both
 def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
     texts = facts()[1]
     contexts, questions = uneven(texts), [list(t.questions) for t in texts]
