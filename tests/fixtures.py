@@ -1,13 +1,18 @@
 """What all tests share."""
 
 import gc
+import os
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils import cpp_extension
+
+with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):  # hqq, which it imports, loads a compiler
+    import transformers.cache_utils  # noqa: F401
 
 import hooks_impl
 import patch_impl

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -24,6 +25,9 @@ from tests.snapshot import snapshot as snapshot
 PACKAGES = (hooks_impl, patch_impl)
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 """For what may differ between the mechanisms; other tests take `package` from `fixtures.py`."""
+
+PLAIN = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+"""Of a process that compiles nothing: where hqq is installed, transformers loads the compiler."""
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 

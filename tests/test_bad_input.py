@@ -40,9 +40,7 @@ TOLD_A_RATIO = sorted(
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
 @pytest.mark.parametrize("name", TOLD_A_RATIO)
 def test_ratio_outside_of_its_range(package, ratio, name):
-    with pytest.raises(
-        HyperparameterError, match=r"compression_ratio must be a number in \[0, 1\)"
-    ):
+    with pytest.raises(HyperparameterError, match=r"compression_ratio .*\[0, 1\)"):
         package.PRESSES[name](compression_ratio=ratio)
 
 
@@ -52,55 +50,55 @@ WITHIN = {
     "decoding": lambda p: p.DecodingPress(p.KnormPress()),
     "dms": lambda p: p.DMSPress(p.KnormPress(), 0.0),
 }
-SCORES = r"scores tokens \(a ScorerPress or CriticalKVPress\)"
-LATER, LAST = "act after the prefill", "must be .* is the last"
+SCORES = "ScorerPress or CriticalKVPress"
+LATER, LAST = "after the prefill", "is the last"
 REFUSED = {
     "StreamingLLMPress(n_sink=-1)": r"StreamingLLMPress\(n_sink=-1\)",
     "SnapKVPress(window_size=0)": r"SnapKVPress\(window_size=0\)",
     "SnapKVPress(kernel_size=4)": r"SnapKVPress\(kernel_size=4\)",
-    "SnapKVPress(window_size=2.5)": "window_size must be a whole number, not a float",
-    "SnapKVPress(window_size=True)": "window_size must be a whole number, not a bool",
+    "SnapKVPress(window_size=2.5)": "window_size .*not a float",
+    "SnapKVPress(window_size=True)": "window_size .*not a bool",
     "ExpectedAttentionPress(n_future_positions=0)": r"\(n_future_positions=0\)",
     "ExpectedAttentionPress(n_sink=-1)": r"ExpectedAttentionPress\(n_sink=-1\)",
     "ExpectedAttentionPress(epsilon=-1.0)": r"ExpectedAttentionPress\(epsilon=-1.0\)",
     "LagKVPress(n_sink=-1)": r"LagKVPress\(n_sink=-1\)",
     "LagKVPress(lag_size=0)": r"LagKVPress\(lag_size=0\)",
-    "KnormPress('0.5')": r"='0.5'\): .* must be a number in",
-    "KnormPress(None)": "must be a number in",
-    "KnormPress([0.5])": "must be a number in",
-    "KnormPress(False)": "must be a number in",
-    "FinchPress(chunk_length='8')": "must be a whole number or None, not a str",
-    "FinchPress(rerotate_keys='no')": "must be True or False, not a str",
-    "CURPress(leverage_type=['key'])": "must be one of key, value",
-    "RandomPress(seed=1.0)": "seed must be a whole number or None",
-    "PyramidKVPress(beta=0)": "beta must be .*1 or more",
-    "ThinKPress(1.0)": "key_channel_compression_ratio must be",
-    "SimLayerKVPress(1.5)": r"lazy_threshold must be .*\[0, 1\]",
-    "SimLayerKVPress(n_last=8, n_recent=8)": "n_recent must be .*n_last=8",
-    "StreamingLLMDecodingPress(max_capacity=4, n_sink=4)": "max_capacity must be .*above n_sink=4",
+    "KnormPress('0.5')": "='0.5'.*number",
+    "KnormPress(None)": "=None.*number",
+    "KnormPress([0.5])": r"=\[0.5\].*number",
+    "KnormPress(False)": "=False.*number",
+    "FinchPress(chunk_length='8')": "chunk_length .*not a str",
+    "FinchPress(rerotate_keys='no')": "rerotate_keys .*not a str",
+    "CURPress(leverage_type=['key'])": "leverage_type .*key, value",
+    "RandomPress(seed=1.0)": "seed .*whole number",
+    "PyramidKVPress(beta=0)": "beta .*1 or more",
+    "ThinKPress(1.0)": "key_channel_compression_ratio",
+    "SimLayerKVPress(1.5)": r"lazy_threshold .*\[0, 1\]",
+    "SimLayerKVPress(n_last=8, n_recent=8)": "n_recent .*n_last=8",
+    "StreamingLLMDecodingPress(max_capacity=4, n_sink=4)": "max_capacity .*above n_sink=4",
     # in wrappers
-    "AdaKVPress(knorm, 1.5)": r"alpha_safeguard must be .*\[0, 1\]",
-    "CriticalKVPress(knorm, -1.0)": "epsilon must be 0 or more",
-    "CriticalAdaKVPress(knorm, first_stage_ratio=2.0)": r"first_stage_ratio must be .*\[0, 1\]",
+    "AdaKVPress(knorm, 1.5)": r"alpha_safeguard .*\[0, 1\]",
+    "CriticalKVPress(knorm, -1.0)": "epsilon .*0 or more",
+    "CriticalAdaKVPress(knorm, first_stage_ratio=2.0)": r"first_stage_ratio .*\[0, 1\]",
     "ChunkPress(knorm, 0)": "chunk_length must be",
     "ChunkKVPress(knorm, 0)": "chunk_length must be",
     "BlockPress(knorm, 0)": "block_size must be",
-    "PerLayerCompressionPress(knorm, [0.5, 1.0])": r"compression_ratios must be numbers in \[0, ",
-    "PerLayerCompressionPress(knorm, ['0.5', '0.5'])": "numbers in",
-    "PerLayerCompressionPress(knorm, 0.5)": "compression_ratios must be",
-    "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "does not take a compression ratio",
+    "PerLayerCompressionPress(knorm, [0.5, 1.0])": r"compression_ratios .*\[0, 1\)",
+    "PerLayerCompressionPress(knorm, ['0.5', '0.5'])": "compression_ratios .*numbers",
+    "PerLayerCompressionPress(knorm, 0.5)": "compression_ratios .*numbers",
+    "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "SimLayerKVPress.*ratio",
     "PerLayerCompressionPress(decoding, [0.5])": "after the prefill",
-    "PerLayerCompressionPress(FastKVzipPress(), [0.2])": "from each layer separately",
-    "DMSPress(knorm, None)": "threshold must be a number",
-    "DMSPress(knorm, '0.5')": "must be a number, not a str",
-    "DMSPress(knorm, float('nan'))": "threshold must be a number",
-    "DMSPress(knorm, 0.0, 0)": "sliding_window_size must be",
-    "DMSPress(SnapKVPress(), 0.0, decoding=True)": "press must be|decoding must be",
+    "PerLayerCompressionPress(FastKVzipPress(), [0.2])": "each layer",
+    "DMSPress(knorm, None)": "threshold .*number",
+    "DMSPress(knorm, '0.5')": "threshold .* str",
+    "DMSPress(knorm, float('nan'))": "threshold .*number",
+    "DMSPress(knorm, 0.0, 0)": "sliding_window_size",
+    "DMSPress(SnapKVPress(), 0.0, decoding=True)": "decoding",
     "DMSPress(ada, 0.0)": SCORES,
-    "DecodingPress(knorm, 0)": "compression_interval must be .*1 or more",
-    "DecodingPress(knorm, 1, 0)": "target_size must be .*1 or more",
-    "DecodingPress(TOVAPress(), hidden_states_buffer_size=0)": "buffer_size must be .*1 or more",
-    "DecodingPress(ada)": f"base_press must be .*{SCORES}",
+    "DecodingPress(knorm, 0)": "compression_interval .*1 or more",
+    "DecodingPress(knorm, 1, 0)": "target_size .*1 or more",
+    "DecodingPress(TOVAPress(), hidden_states_buffer_size=0)": "buffer_size .*1 or more",
+    "DecodingPress(ada)": f"base_press .*{SCORES}",
     "DecodingPress(decoding)": SCORES,
     # not with each other
     "ChunkPress(ada)": SCORES,
@@ -109,8 +107,8 @@ REFUSED = {
     "CriticalKVPress(ada)": SCORES,
     "AdaKVPress(ada)": SCORES,
     "ChunkPress(decoding)": SCORES,
-    "KeyRerotationPress(ada)": "same number of tokens from each head",
-    "KeyRerotationPress(ThinKPress(0.5))": "same number of tokens from each head",
+    "KeyRerotationPress(ada)": "each head",
+    "KeyRerotationPress(ThinKPress(0.5))": "each head",
     "KeyRerotationPress(decoding)": "after the prefill",
     "KeyRerotationPress(StreamingLLMDecodingPress())": "after the prefill",
     "ComposedPress([])": "at least one press",
@@ -118,25 +116,25 @@ REFUSED = {
     "ComposedPress(knorm)": "presses must be",
     "ComposedPress([ada, knorm])": LAST,
     "ComposedPress([dms, knorm])": LAST,
-    "ComposedPress([ThinKPress(0.5, free_memory=True), knorm])": "must be|is the last",
+    "ComposedPress([ThinKPress(0.5, free_memory=True), knorm])": "is the last",
     "ComposedPress([knorm, decoding])": LATER,
     "ComposedPress([StreamingLLMDecodingPress()])": LATER,
     "ComposedPress([DMSPress(knorm, 0.0, decoding=True)])": LATER,
-    "PrefillDecodingPress(ada, decoding)": "prefilling_press must be .*heads of one length",
-    "PrefillDecodingPress(decoding, None)": "prefilling_press must be .*after the prefill",
-    "PrefillDecodingPress(None, knorm)": "decoding_press must be a DecodingPress",
-    "PrefillDecodingPress(None, StreamingLLMDecodingPress())": "decoding_press must be a Decoding",
+    "PrefillDecodingPress(ada, decoding)": "prefilling_press .*heads",
+    "PrefillDecodingPress(decoding, None)": "prefilling_press .*after the",
+    "PrefillDecodingPress(None, knorm)": "decoding_press .*a DecodingPress",
+    "PrefillDecodingPress(None, StreamingLLMDecodingPress())": "decoding_press .*a DecodingPress",
     # no presses
-    "ChunkPress('knorm')": "press must be a press installed by",
-    "AdaKVPress(None)": "press must be a press installed by",
-    "ChunkPress(other)": "a press installed by",
-    "ComposedPress([knorm, other])": "a press installed by",
-    "DecodingPress(other)": "a press installed by",
-    "PrefillDecodingPress(other)": "a press installed by",
-    "PerLayerCompressionPress(other, [0.5])": "a press installed by",
-    "AdaKVPress(other)": "a press installed by",
-    "DMSPress(other, 0.0)": "a press installed by",
-    "KeyRerotationPress(other)": "a press installed by",
+    "ChunkPress('knorm')": "press .*installed by",
+    "AdaKVPress(None)": "press .*installed by",
+    "ChunkPress(other)": "installed by",
+    "ComposedPress([knorm, other])": "installed by",
+    "DecodingPress(other)": "installed by",
+    "PrefillDecodingPress(other)": "installed by",
+    "PerLayerCompressionPress(other, [0.5])": "installed by",
+    "AdaKVPress(other)": "installed by",
+    "DMSPress(other, 0.0)": "installed by",
+    "KeyRerotationPress(other)": "installed by",
 }
 
 
@@ -160,7 +158,7 @@ MADE_OF_ONE_FIELD = [
 @pytest.mark.parametrize("name", MADE_OF_ONE_FIELD)
 def test_a_model_in_place_of_a_press_made(package, name):
     """`with KnormPress(model): ...`, for which parentheses are missing."""
-    with pytest.raises(HyperparameterError, match=rf"opened .* as in {name}\(\.\.\.\)\(model\)"):
+    with pytest.raises(HyperparameterError, match=rf"{name}\(\.\.\.\)\(model\)"):
         package.PRESSES[name](build("llama"))
 
 
@@ -185,7 +183,7 @@ def test_a_field_changed_for_the_worse(package, wrapped):
 @both
 def test_a_model_without_attention(package):
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(UnsupportedModelError, match=r"Sequential .* no attention module"):
+    with pytest.raises(UnsupportedModelError, match=r"Sequential .*attention"):
         package.KnormPress(0.5).register(model)
     assert not model[0]._forward_hooks
 
@@ -196,7 +194,7 @@ def test_a_model_of_sliding_layers_only(package):
         hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
         intermediate_size=32, vocab_size=64, sliding_window=16,
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match=r"all 1 attention layers .* sliding window"):
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
         package.KnormPress(0.5).register(MistralForCausalLM(config))
 
 
@@ -204,7 +202,7 @@ def test_a_model_of_sliding_layers_only(package):
 def test_rope_where_there_is_none(package):
     model = build("gpt2")
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="ExpectedAttentionPress needs rotary"):
+    with pytest.raises(UnsupportedModelError, match=r"ExpectedAttentionPress .*rotary"):
         package.ExpectedAttentionPress(0.5).register(model)
     assert snapshot(model) == before
 
@@ -255,7 +253,7 @@ def test_a_bias_on_logits_is_no_padding(package):
     with package.KnormPress(0.5)(model):
         model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
         mask[..., :30] += mask[..., :30].eq(0) * -0.01
-        with pytest.raises(UnsupportedInputError, match="adds something to the logits"):
+        with pytest.raises(UnsupportedInputError, match="logits"):
             model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
 
 
@@ -265,7 +263,7 @@ def test_a_ratio_for_each_layer_and_no_more(package, ratios):
     model = build("llama")
     before = snapshot(model)
     press = package.PerLayerCompressionPress(package.KnormPress(), ratios)
-    with pytest.raises(HyperparameterError, match=f"{len(ratios)} compression_ratios .* 2 layers"):
+    with pytest.raises(HyperparameterError, match=f"{len(ratios)} .* 2 layers"):
         press.register(model)
     assert snapshot(model) == before
 
@@ -278,6 +276,6 @@ def test_quantized_output_projections_are_refused(package, name):
     codes = projection.weight.to(torch.int8)
     projection.weight = torch.nn.Parameter(codes, requires_grad=False)
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="floating-point weights"):
+    with pytest.raises(UnsupportedModelError, match="floating-point"):
         package.PRESSES[name](package.KnormPress(0.5)).register(model)
     assert snapshot(model) == before

@@ -354,7 +354,7 @@ def test_a_forward_that_fails(package, error, index, place, model):
     n_pruned = lengths_of(cache).count(LENGTH // 2)
     assert n_pruned in (index, index + 1)
     if n_pruned:
-        with pytest.raises(ScopeError, match="exception ended the forward"):
+        with pytest.raises(ScopeError, match="exception"):
             prefilled(model, token_ids(1, 1), cache)
     scope.remove()
 
@@ -376,6 +376,6 @@ def test_closing_around_a_forward_that_fails(package, where, error, model):
         Started(scope.remove).end()
     scope.remove()
     theirs.remove()
-    with pytest.raises(ScopeError, match="exception ended the forward"):
+    with pytest.raises(ScopeError, match="exception"):
         prefilled(model, token_ids(1, 1), cache)
     assert lengths_of(prefilled(model)) == WHOLE

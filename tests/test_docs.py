@@ -1,7 +1,6 @@
 """What the documentation tells its readers to do works."""
 
 import json
-import os
 import re
 import runpy
 import shlex
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 import hooks_impl
 from experiments.cli import app
+from tests.support import PLAIN
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("press_core", "attention_patch", "hooks_impl", "patch_impl", "experiments", "tests")
@@ -69,7 +69,7 @@ def test_adding_a_press(checkout):
     done = subprocess.run(
         [sys.executable, "-c", IN_THE_CHECKOUT, *arguments],
         cwd=checkout,
-        env=os.environ | {"HYPOTHESIS_PROFILE": "short", "PYTHONPATH": str(checkout)},
+        env=PLAIN | {"HYPOTHESIS_PROFILE": "short", "PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
     )

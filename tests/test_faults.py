@@ -62,19 +62,19 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
             model(token_ids(1, 3), past_key_values=cache)
     handle.remove()
     states = torch.zeros(1, 2, 3, 16)
-    with pytest.raises(ScopeError, match=r"inside the scope|the scope of the press open"):
+    with pytest.raises(ScopeError, match=r"(inside|keep) the scope"):
         cache.layers[1].update(states, states)
 
 
 # ---- what a press returns ------------------------------------------------------------------------
 
 SCORES = {
-    "nan": (lambda s: s.masked_fill(s == s.amin(), float("nan")), "NaN for some tokens of model"),
+    "nan": (lambda s: s.masked_fill(s == s.amin(), float("nan")), "NaN .*model"),
     "short": (lambda s: s[..., 1:], r"shape \(1, 2, 19\).* here \(1, 2, 20\)"),
     "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"shape \(1, 4, 20\)"),
     "without heads": (lambda s: s[:, 0], r"shape \(1, 20\)"),
-    "bool": (lambda s: s > 0, "returned torch.bool; scores are a floating-point tensor"),
-    "nothing": (lambda s: None, "returned NoneType; scores are a floating-point tensor"),
+    "bool": (lambda s: s > 0, "torch.bool.*floating-point"),
+    "nothing": (lambda s: None, "NoneType.*floating-point"),
 }
 
 

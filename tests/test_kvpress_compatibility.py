@@ -139,11 +139,11 @@ def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(press, kept):
 
 
 def test_plain_tensors_are_refused_in_words_where_somebody_does():
-    with pytest.raises(UnsupportedInputError, match="without saying which tokens") as refused:
+    with pytest.raises(UnsupportedInputError, match="which tokens") as refused:
         prefill(ComposedPress([Halving(), KnormPress(0.5)]))
     assert "scope" not in str(refused.value)
     press = PrefillDecodingPress(Halving(), DecodingPress(LeverageScorePress(), 1, 10))
-    with pytest.raises(UnsupportedInputError, match="did not say which tokens"):
+    with pytest.raises(UnsupportedInputError, match="which tokens"):
         ran(build("llama", num_layers=1), press, [token_ids(1, 40), token_ids(1, 1)])
 
 
@@ -177,7 +177,7 @@ class Around(KnormPress):
 
 
 def test_a_press_that_registers_hooks_is_refused_in_words():
-    with pytest.raises(UnsupportedInputError, match=r"do not override __call__"):
+    with pytest.raises(UnsupportedInputError, match="__call__"):
         prefill(Registering(0.5))
     assert prefill(Around(0.5))[0] == [15, 15]
 
@@ -213,7 +213,7 @@ def test_presses_are_what_they_are_in_kvpress(package):
 @both
 def test_a_ratio_cannot_be_set_where_none_can_be_told(package):
     press = package.DMSPress(package.KnormPress(), 0.0)
-    with pytest.raises(HyperparameterError, match="does not take a compression ratio"):
+    with pytest.raises(HyperparameterError, match="compression ratio"):
         press.compression_ratio = 0.5
 
 
@@ -253,7 +253,7 @@ def test_compress_outside_of_any_scope(press):
         assert torch.equal(left_keys, cache.layers[0].keys)
         assert torch.equal(left_values, cache.layers[0].values)
     else:
-        with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
+        with pytest.raises(UnsupportedInputError, match="Eviction"):
             _ = [*left]
         assert torch.equal(left.head_mask.sum(dim=-1), kept_lengths(cache)[0])
     if isinstance(press, ScorerPress):
@@ -269,5 +269,5 @@ def test_compress_outside_of_any_scope(press):
 def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press, kwargs):
     attention = build("llama", num_layers=1).model.layers[0].self_attn
     keys = torch.randn(1, 2, 100, 16)
-    with pytest.raises(UnsupportedInputError, match=r"with press\(model\): \.\.\."):
+    with pytest.raises(UnsupportedInputError, match=r"press\(model\)"):
         press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, kwargs)

@@ -55,7 +55,7 @@ def module_name(model, module):
 
 
 def test_a_layer_that_does_not_rotate_says_so():
-    with pytest.raises(AttributeError, match=r"has no rotary_emb.*does not rotate its keys"):
+    with pytest.raises(AttributeError, match=r"rotary_emb.*rotate"):
         filled(build("gpt2", num_layers=1), Unrotating(0.5), token_ids(1, 30))
 
 
@@ -75,5 +75,5 @@ def test_keys_can_be_turned_by_hand(family):
     for mine, theirs in zip(*(cache.layers for cache in caches), strict=True):
         assert torch.allclose(mine.keys, theirs.keys, atol=1e-6)
     given = nn.Identity(), torch.zeros(1, 2, 1).long(), torch.ones(1, 2, 1, 16)
-    with pytest.raises(UnsupportedInputError, match=r"Identity was given.*a press is handed"):
+    with pytest.raises(UnsupportedInputError, match="Identity"):
         KeyRerotationPress.rerotate_keys(*given)

@@ -43,7 +43,7 @@ def wrapper(package, inner, in_field):
 def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
     inner = example_for(package, name, 0.5, build("llama"))
     if name in READ_QUERIES and not in_field:
-        with pytest.raises(UnsupportedInputError, match=r"declares `needs = Needs\.QUERIES`"):
+        with pytest.raises(UnsupportedInputError, match=r"Needs\.QUERIES"):
             lengths(wrapper(package, inner, in_field))
     else:
         assert lengths(wrapper(package, inner, in_field)) == [[20, 20]] * 2
@@ -55,7 +55,7 @@ def test_queries_that_nobody_declared(package):
         def score(self, call):
             return call.keys.norm(dim=-1) + call.queries_before_rope().sum()
 
-    with pytest.raises(UnsupportedInputError, match=r"declares `needs = Needs\.QUERIES`"):
+    with pytest.raises(UnsupportedInputError, match=r"Needs\.QUERIES"):
         lengths(Own(0.5))
 
 
@@ -93,7 +93,7 @@ class Masking(hooks_impl.BasePress):
 
 def test_keys_that_are_masked_are_evicted_or_it_is_refused():
     model = build("llama")
-    with pytest.raises(PressError, match=r"masked_key_indices.*`evicts = Evicts\.PER_HEAD`"):
+    with pytest.raises(PressError, match=r"masked_key_indices.*Evicts\.PER_HEAD"):
         lengths(Masking(), model)
 
     class Declared(Masking):
@@ -114,12 +114,12 @@ NEVER_CALLED = {
 @pytest.mark.parametrize("name", NEVER_CALLED)
 def test_methods_of_kvpress_that_would_never_be_called(name):
     method = NEVER_CALLED[name]
-    with pytest.raises(PressError, match=rf"Own\.{method} would never be called.*override"):
+    with pytest.raises(PressError, match=rf"Own\.{method} .*never"):
         type("Own", (hooks_impl.PRESSES[name],), {method: lambda self, *args: None})
 
 
 def test_six_arguments_in_the_terms_of_patches():
-    with pytest.raises(PressError, match=r"def score\(self, call\), with one AttentionCall"):
+    with pytest.raises(PressError, match=r"score\(self, call\)"):
 
         class Own(patch_impl.ScorerPress):
             def score(self, module, hidden_states, keys, values, attentions, kwargs):
@@ -164,14 +164,14 @@ def test_fields_are_checked_again_before_each_context(package):
         model(token_ids(1, 40), past_key_values=cache)
         assert kept_lengths(cache)[0].tolist() == [[30, 30]]
         press.compression_ratio = 2.0
-        with pytest.raises(HyperparameterError, match=r"compression_ratio=2\.0.*\[0, 1\)"):
+        with pytest.raises(HyperparameterError, match=r"ratio=2\.0.*\[0, 1\)"):
             model(token_ids(1, 40), past_key_values=DynamicCache(config=model.config))
 
 
 def test_a_composition_that_holds_itself(package):
     press = package.ComposedPress([package.KnormPress(0.5)])
     press.presses.append(press)
-    with pytest.raises(HyperparameterError, match="no press that holds this one"):
+    with pytest.raises(HyperparameterError, match="holds"):
         press.register(build("llama"))
 
 
@@ -187,7 +187,7 @@ def test_vmap(package):
         return cache.layers[0].keys
 
     with package.KnormPress(0.5)(model):
-        with pytest.raises(UnsupportedInputError, match="pass a batch"):
+        with pytest.raises(UnsupportedInputError, match="batch"):
             torch.vmap(last_key)(token_ids(2, 12))
         whole = torch.vmap(lambda ids: model(ids[None], use_cache=False).logits)
         assert whole(token_ids(2, 12)).shape[:2] == (2, 1)

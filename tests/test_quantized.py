@@ -212,8 +212,8 @@ def collected(model, cache, ids):
 
 HEADWISE = ["AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "FastKVzipPress"]
 HEADWISE += ["KVgradPress", "KVzipPress", "LUKVPress", "RestoreKVPress"]
-REFUSED = [*((name, "other tokens for each head") for name in HEADWISE)]
-REFUSED += [("ThinKPress", "some channels"), ("KVComposePress", "no exact keys")]
+REFUSED = [*((name, "each head") for name in HEADWISE)]
+REFUSED += [("ThinKPress", "channels"), ("KVComposePress", "exact keys")]
 
 
 @both
@@ -222,7 +222,7 @@ def test_what_cannot_be_stored_is_refused(package, name, why, model):
     press, cache, before = example_for(package, name, 0.5, model), quantized(model), snapshot(model)
     if name == "ThinKPress":
         press.free_memory = True
-    refused = pytest.raises(UnsupportedCacheError, match=f"{why}.*use a DynamicCache")
+    refused = pytest.raises(UnsupportedCacheError, match=f"{why}.*DynamicCache")
     with refused, press(model):
         model(token_ids(1, LENGTH), past_key_values=cache)
     assert snapshot(model) == before
@@ -251,7 +251,7 @@ def test_what_is_quantized_is_not_cropped(package, model):
     cache = filled(model, package.KnormPress(0.5), token_ids(1, LENGTH), quantized(model))
     model(token_ids(1, 3), past_key_values=cache)
     expected = [everything(layer) for layer in cache.layers]
-    with pytest.raises(UnsupportedCacheError, match="cannot give back its latest tokens"):
+    with pytest.raises(UnsupportedCacheError, match="latest tokens"):
         cache.crop(-2)
     for layer, states in zip(cache.layers, expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(everything(layer), states, strict=True))
@@ -271,10 +271,10 @@ def test_rows_are_reordered_or_it_is_refused(package, backend, nbits, n_later, m
         lambda: cache.batch_select_indices(torch.tensor([1])),
         lambda: cache.batch_repeat_interleave(2),
     ):
-        with pytest.raises(UnsupportedCacheError, match="rows of a quantized layer"):
+        with pytest.raises(UnsupportedCacheError, match="quantized"):
             operate()
     if not REORDERS:
-        with pytest.raises(UnsupportedCacheError, match="rows of a quantized layer"):
+        with pytest.raises(UnsupportedCacheError, match="quantized"):
             cache.reorder_cache(rows)
         return
     untouched = pickle.loads(pickle.dumps(cache))
@@ -292,7 +292,7 @@ def test_a_prefill_in_chunks_is_refused_before_it_is_run(package, backend, nbits
     """Exact keys of earlier chunks would be judged, and are gone."""
     ids = token_ids(1, LENGTH)
     cache = quantized(model, backend, nbits)
-    refused = pytest.raises(UnsupportedCacheError, match="no exact keys of earlier chunks")
+    refused = pytest.raises(UnsupportedCacheError, match="exact keys")
     with package.KnormPress(0.5)(model), refused:
         prefill(model, ids, cache, chunk_size=16)
     assert cache.get_seq_length() == 0

@@ -83,7 +83,7 @@ def test_a_model_made_in_inference_mode_is_refused_before_anything_is_installed(
     with torch.inference_mode():
         model = build("llama")
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"outside of torch\.inference_mode"):
+    with pytest.raises(UnsupportedModelError, match=r"torch\.inference_mode"):
         kvgrad(package).register(model)
     assert snapshot(model) == before
 
@@ -92,9 +92,7 @@ def test_a_model_made_in_inference_mode_is_refused_before_anything_is_installed(
 def test_attention_without_a_gradient_is_refused_when_it_is_opened(package):
     """PyTorch has none for flex_attention on a CPU."""
     model = build("llama", attn_implementation="flex_attention")
-    with pytest.raises(
-        UnsupportedModelError, match=r"no gradient of Llama.*flex_attention.*backward on CPU"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"gradient .*flex_attention.*CPU"):
         kvgrad(package).register(model)
     assert not any(module._forward_hooks for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
@@ -105,7 +103,7 @@ def test_gradient_checkpointing_is_refused_by_name(package):
     """It takes the cache away from a training model."""
     model = build("llama").train()
     model.gradient_checkpointing_enable()
-    with pytest.raises(UnsupportedModelError, match=r"gradient checkpointing.*model\.eval\(\)"):
+    with pytest.raises(UnsupportedModelError, match=r"checkpointing.*model\.eval\(\)"):
         kvgrad(package).register(model)
 
 
@@ -115,7 +113,7 @@ def test_gradients_beyond_the_range_of_the_dtype_are_told(package):
     with kvgrad(package)(model):
         model.model.norm.weight.fill_(1)
         model.model.layers[-1].mlp.down_proj.weight.mul_(6e4)
-        with pytest.raises(UnsupportedInputError, match=r"float16 are beyond its range.*bfloat16"):
+        with pytest.raises(UnsupportedInputError, match=r"float16 are .*bfloat16"):
             model(token_ids(1, LENGTH), past_key_values=DynamicCache(config=model.config))
 
 
@@ -161,10 +159,7 @@ def test_embeddings_cannot_be_run_again(package, name):
     model = build("llama")
     states = model.get_input_embeddings()(token_ids(1, LENGTH))
     press = example_for(package, name, 0.5, model)
-    with (
-        press(model),
-        pytest.raises(UnsupportedInputError, match="runs the tokens of the context again"),
-    ):
+    with press(model), pytest.raises(UnsupportedInputError, match=r"tokens .*again"):
         model(inputs_embeds=states, past_key_values=DynamicCache(config=model.config))
 
 

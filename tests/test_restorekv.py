@@ -129,7 +129,7 @@ def test_what_is_learned_brings_predictions_closer():
 
 
 def test_rows_without_a_context_teach_nothing():
-    with pytest.raises(CalibrationError, match="no row of more than 16 tokens"):
+    with pytest.raises(CalibrationError, match="16 tokens"):
         hooks_impl.RestoreKVPress.fit(
             build("llama"), [token_ids(2, 16)], n_following=8, prompts=PROMPTS
         )
@@ -178,7 +178,7 @@ def test_the_hub_is_asked_once(tmp_path, monkeypatch):
 )
 def test_other_adapters_are_refused(tmp_path, config):
     folder = peft_folder(tmp_path, drawn_adapter(build("llama")), **config)
-    with pytest.raises(CalibrationError, match="of another kind than LoRA"):
+    with pytest.raises(CalibrationError, match="LoRA"):
         RestoreAdapter.load(folder)
 
 
@@ -191,7 +191,7 @@ def test_an_adapter_of_another_model_is_refused(package, other):
 
 
 def test_fields_are_checked():
-    with pytest.raises(HyperparameterError, match="adapter must be RestoreAdapter, a path"):
+    with pytest.raises(HyperparameterError, match=r"adapter .*RestoreAdapter"):
         hooks_impl.RestoreKVPress(0.5, adapter=3)
     with pytest.raises(CalibrationError, match=r"must (be|have)"):
         RestoreAdapter(torch.zeros(3), {}, {})

@@ -15,6 +15,7 @@ import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths
 from tests.support import (
+    PLAIN,
     both,
     build,
     context_for,
@@ -133,7 +134,7 @@ assert PIPELINE_REGISTRY.get_supported_tasks() == tasks
 from experiments.pipeline import TASK
 assert set(PIPELINE_REGISTRY.get_supported_tasks()) == {*tasks, TASK}
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], env=PLAIN, check=True)
 
 
 def test_a_patch_that_somebody_takes_away_is_not_silent(model):
@@ -143,9 +144,9 @@ def test_a_patch_that_somebody_takes_away_is_not_silent(model):
     modules[1].forward = lambda *args, **kwargs: former(*args, **kwargs)
     scope = patch_impl.KnormPress(0.5).register(model)
     modules[1].forward = former
-    with pytest.raises(ScopeError, match="prunes some layers and no longer others"):
+    with pytest.raises(ScopeError, match="some layers"):
         run(model)
-    with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
+    with pytest.warns(RuntimeWarning, match="put back"):
         scope.remove()
     del modules[1].forward
     assert kept(model) == [40, 40, 40]
@@ -156,7 +157,7 @@ def test_a_scope_that_could_not_act_before_the_others_is_refused(model):
     with patch_impl.KnormPress(0.5)(model):
         former = module.forward
         module.forward = lambda *args, **kwargs: former(*args, **kwargs)
-        with pytest.raises(ScopeError, match="another library wrapped the forward"):
+        with pytest.raises(ScopeError, match="wrapped"):
             patch_impl.SnapKVPress(0.5, window_size=4).register(model)
         with hooks_impl.SnapKVPress(0.5, window_size=4)(model):  # after the patch, as ever
             assert kept(model) == [10, 10, 10]
@@ -180,7 +181,7 @@ def test_hooks_that_are_passed_by_are_not_silent(model):
     layer.self_attn = CallsForward(layer.self_attn)
     scope = hooks_impl.KnormPress(0.5).register(model)
     assert kept(model) == [20, 40, 20]
-    with pytest.warns(RuntimeWarning, match=r"KnormPress, layers \[1\]: nothing was pruned there"):
+    with pytest.warns(RuntimeWarning, match=r"KnormPress.* \[1\].*nothing"):
         scope.remove()
     with patch_impl.KnormPress(0.5)(model), warnings.catch_warnings():
         warnings.simplefilter("error")

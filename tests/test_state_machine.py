@@ -309,7 +309,7 @@ class Programs(Twins):
             assert same(found, expected) or issubclass(found[0], PressError)
         for scope, layers in zip(subject.scopes, lost, strict=True):
             if any(layers):
-                with pytest.warns(RuntimeWarning, match="put back what this scope had patched"):
+                with pytest.warns(RuntimeWarning, match="put back"):
                     scope.handle.remove()
             scope.handle.remove()
         subject.scopes = []

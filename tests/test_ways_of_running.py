@@ -96,7 +96,7 @@ def test_generate_in_chunks_is_generate(package, chunk_size):
 def test_a_press_that_replays_its_context_takes_it_in_one_forward(package):
     model, cache = make(), DynamicCache()
     press = example_for(package, "KVzipPress", 0.5, model)
-    with press(model), pytest.raises(UnsupportedInputError, match="a chunk of a prefill"):
+    with press(model), pytest.raises(UnsupportedInputError, match="chunk"):
         prefill(model, token_ids(1, LENGTH), cache, 25)
     assert cache.get_seq_length() == 0
 
@@ -151,7 +151,7 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     if by == "assistant":
         assisted = {**plain, "assistant_model": build("llama", num_layers=1, dtype=dtype)}
     with example_for(package, name, 0.5, model)(model):
-        with pytest.raises(UnsupportedInputError, match=r"prefill first, .*input_ids\[:, :-1\]"):
+        with pytest.raises(UnsupportedInputError, match=r"input_ids\[:, :-1\]"):
             model.generate(ids, **assisted)
         model(ids[:, :-1], past_key_values=cache)
         caches = [cache, copy.deepcopy(cache)]
@@ -170,7 +170,7 @@ def test_draft_tokens_are_refused_by_presses_that_act_while_decoding(package, na
     if name == "DecodingPress":
         press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
     outer = package.KnormPress(0.0)
-    refused = pytest.raises(UnsupportedInputError, match=r"DecodingPress.*leave the assistance out")
+    refused = pytest.raises(UnsupportedInputError, match=r"DecodingPress.*assistance")
     with outer(model), press(model), refused:
         model.generate(ids, prompt_lookup_num_tokens=3, **GENERATE)
 
@@ -187,7 +187,7 @@ def test_presses_that_run_a_context_again_refuse_drafts_of_the_first_layers(
         if comes_first:
             model(ids[:, :-1], past_key_values=cache)
         given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
-        with pytest.raises(UnsupportedInputError, match="leave assistant_early_exit out"):
+        with pytest.raises(UnsupportedInputError, match="assistant_early_exit"):
             model.generate(ids, assistant_early_exit=1, **given)
 
 
@@ -228,7 +228,7 @@ def test_a_scope_that_came_after_the_context_says_so(package):
     model(token_ids(1, LENGTH), past_key_values=cache)
     handle = package.KnormPress(0.5).register(model)
     model(token_ids(1, 3), past_key_values=cache)
-    with pytest.warns(RuntimeWarning, match=r"KnormPress.*before this scope opened"):
+    with pytest.warns(RuntimeWarning, match="KnormPress.*before"):
         handle.remove()
 
 
@@ -316,7 +316,7 @@ def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
     context, question, mask = of_questions()
     mask[0, 5] = 0
     cache = filled(model, press, context)
-    hidden = pytest.raises(UnsupportedInputError, match="hides some of the 60 tokens")
+    hidden = pytest.raises(UnsupportedInputError, match=r"hides .*60 tokens")
     with press(model), hidden:
         model(question, attention_mask=mask, past_key_values=cache)
 
@@ -330,7 +330,7 @@ def test_generate_goes_on_from_rerotated_keys(package, inside):
     options = {"max_new_tokens": 4, **GREEDY}
     cache = filled(model, press, context)
     with press(model) if inside else nullcontext():
-        with pytest.raises(UnsupportedInputError, match="all tokens but the first 30"):
+        with pytest.raises(UnsupportedInputError, match="first 30"):
             model.generate(
                 ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), **options
             )

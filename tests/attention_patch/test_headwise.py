@@ -49,7 +49,7 @@ def test_without_it_such_a_cache_raises_and_stays_as_it_was(package, model):
     cache = compressed(model, ada(package))
     untouched = compressed(model, ada(package))
     for ids in (QUESTION, QUESTION[:, :1]):
-        with pytest.raises(ScopeError, match=r"with attention_patch\.headwise\(model\)"):
+        with pytest.raises(ScopeError, match=r"attention_patch\.headwise\(model\)"):
             model(ids, past_key_values=cache)
     with headwise(model):
         assert torch.equal(ask(model, cache), ask(model, untouched))
@@ -98,7 +98,7 @@ def test_models_whose_attention_cannot_be_taken_over_are_refused():
     for layer in model.transformer.h:
         layer.attn.reorder_and_upcast_attn = True
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"head by head.*load the model with"):
+    with pytest.raises(UnsupportedModelError, match=r"head by head.*load"):
         headwise(model).__enter__()
     assert snapshot(model) == before
 

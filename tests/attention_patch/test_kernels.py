@@ -307,7 +307,7 @@ def test_sinks_of_the_module_where_the_call_brings_none():
 
 @kinds
 def test_dropout_is_refused(kind):
-    with pytest.raises(UnsupportedInputError, match=r"no dropout, got 0.1; call model\.eval\(\)"):
+    with pytest.raises(UnsupportedInputError, match=r"0\.1.*model\.eval\(\)"):
         run(None, of_kind(kind), dropout=0.1)
 
 
@@ -325,7 +325,7 @@ def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
     case = example()
     mask = torch.ones(2, 1, 1, case.layer.n_seen, dtype=torch.bool)
     assert choose(case.layer, Query(case.query.bfloat16(), mask, 0.3)) == "blocks"
-    with pytest.raises(UnsupportedInputError, match="mask for it; use 'blocks'"):
+    with pytest.raises(UnsupportedInputError, match=r"mask.*'blocks'"):
         run("varlen", case, mask)
 
 

@@ -30,7 +30,6 @@ def words(tokenizer, answers):
 # ---- answers -----------------------------------------------------------------------------------
 
 
-@both
 @pytest.mark.parametrize(
     ("name", "together"),
     [
@@ -93,8 +92,7 @@ def test_no_question_sees_another(answerer, package, name):
     assert at_once == [answerer(text.context, [q], **options)[0] for q in questions]
 
 
-@both
-@pytest.mark.parametrize("name", [name for name in PRESSES if name != "finch"])
+@in_turn("name", [name for name in PRESSES if name != "finch"])
 def test_a_given_cache_holds_the_compressed_context_and_no_question(model, answerer, package, name):
     (text,) = facts(1)[1]
     press = PRESSES[name](package)

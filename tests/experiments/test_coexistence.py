@@ -37,7 +37,7 @@ def test_nothing_is_silently_wrong_for_ours(mechanism, companion):
         replaced = companion in REPLACES_PROJECTIONS and phase == INSIDE
         if mechanism == "hooks, SnapKV" and replaced:
             assert row["outcome"] == ERROR
-            assert "ScopeError: the module that computes the query" in row["detail"]
+            assert "ScopeError: " in row["detail"].partition("query")[0]
         else:
             assert row["outcome"] == RIGHT, row
 
@@ -72,7 +72,7 @@ def staying(model):
 @pytest.mark.parametrize(
     ("opens", "phase", "detail"),
     [
-        (hooks_impl.KnormPress(0.0), BEFORE, "inside: layers hold [26, 26] slots, not [14, 14]"),
+        (hooks_impl.KnormPress(0.0), BEFORE, "[26, 26] slots, not [14, 14]"),
         (staying, AFTER, "after the scope: "),
     ],
     ids=["does not act", "stays"],
@@ -81,7 +81,7 @@ def test_a_press_that_does_not_act_or_stays_is_wrong(monkeypatch, opens, phase, 
     monkeypatch.setitem(coexistence.TRIED, "hooks", opens)
     row = EXPERIMENT.try_out("hooks", "nothing else", phase)
     assert row["outcome"] == WRONG
-    assert row["detail"].startswith(detail)
+    assert detail in row["detail"]
 
 
 def table(**outcomes):

@@ -137,10 +137,10 @@ def test_all_tasks_of_a_dataset():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("nosuch", "there is no dataset 'nosuch'.*one of facts, synthetic, needle"),
-        ("facts/", "there is no dataset 'facts/'"),
-        ("facts/triple", "facts has no task 'triple'; it has single, multikey, multiquery"),
-        ("math500@100", "samples of math500 have their own"),
+        ("nosuch", "'nosuch'.* facts, synthetic, needle"),
+        ("facts/", "no dataset 'facts/'"),
+        ("facts/triple", "'triple'.* single, multikey"),
+        ("math500@100", "math500 "),
     ],
 )
 def test_datasets_that_are_not_there(text, words):
@@ -149,11 +149,11 @@ def test_datasets_that_are_not_there(text, words):
 
 
 def test_what_cannot_be_made(tokenizer, facts_tokenizer):
-    with pytest.raises(UserError, match=r"has another vocabulary .* such as synthetic"):
+    with pytest.raises(UserError, match=r"vocabulary .*synthetic"):
         load("facts/single@64", 1, 0, tokenizer, "stdlib-neox")
-    with pytest.raises(UserError, match="does not fit in a context of 20 words"):
+    with pytest.raises(UserError, match="20 words"):
         load("facts/multikey@20", 1, 0, facts_tokenizer)
-    with pytest.raises(UserError, match=r"does not fit into 40 tokens.*a length of about \d+"):
+    with pytest.raises(UserError, match=r"40 tokens.*length of about \d+"):
         load("synthetic/qa@40", 1, 0, tokenizer, "stdlib-neox")
 
 
@@ -214,7 +214,7 @@ def test_rows_of_other_tasks_are_left_out(hub, tokenizer):
     data = hub("ruler", {"8192/test.jsonl": rows})
     found = load("ruler/vt@8192", 9, 0, tokenizer, data=data)
     assert [sample.answers for sample in found] == [("vt",), ("vt",)]
-    with pytest.raises(UserError, match="has no rows of the task 'cwe'"):
+    with pytest.raises(UserError, match=r"no rows .*'cwe'"):
         load("ruler/cwe@8192", 9, 0, tokenizer, data=data)
 
 
@@ -271,22 +271,22 @@ def test_a_needle_in_essays(hub, tokenizer):
     for sample in samples:
         assert len(tokenizer(prompt(sample))["input_ids"]) == pytest.approx(496, abs=25)
         assert score(sample, " under the blue flower pot.") == 1
-    with pytest.raises(UserError, match=r"needs \d+ tokens of essays, and there are \d+"):
+    with pytest.raises(UserError, match=r"\d+ tokens of essays.* \d+"):
         load("needle@99999", 5, 0, tokenizer, data=data)
     deep = load("needle@512", 5, 0, tokenizer, data=data, needle_depth=(0.25, 0.75))
     assert [s.context for s in deep] == [samples[1].context, samples[3].context]
-    with pytest.raises(UserError, match="synthetic has no needle to put at a depth"):
+    with pytest.raises(UserError, match=r"synthetic .*needle"):
         load("synthetic/qa", 5, 0, tokenizer, needle_depth=(0.5,))
 
 
 @pytest.mark.parametrize(
     ("task", "row", "words"),
     [
-        ("math500/math", {"problem": "p"}, "needs answer, and has problem"),
-        ("longbench/qasper", {"text": "c", "input": "q"}, "needs context and answers or answer or"),
-        ("math500/math", {"problem": "p", "answer": ""}, "row 0.*empty context or answer"),
-        ("math500/math", {"problem": " ", "answer": "1"}, "row 0.*empty context or answer"),
-        ("ruler/vt", ROW | {"answer": ["a"]}, "lacks a column: it needs task"),
+        ("math500/math", {"problem": "p"}, "needs answer.* problem"),
+        ("longbench/qasper", {"text": "c", "input": "q"}, "context and answers"),
+        ("math500/math", {"problem": "p", "answer": ""}, "row 0.*empty"),
+        ("math500/math", {"problem": " ", "answer": "1"}, "row 0.*empty"),
+        ("ruler/vt", ROW | {"answer": ["a"]}, "needs task"),
     ],
 )
 def test_columns_that_are_missing_are_named(hub, tokenizer, task, row, words):
@@ -296,7 +296,7 @@ def test_columns_that_are_missing_are_named(hub, tokenizer, task, row, words):
     data = hub(name, {path: [row]}, "" if name in paths else configs(config))
     with pytest.raises(UserError, match=words):
         load(task, 9, 0, tokenizer, data=data)
-    with pytest.raises(UserError, match=r"cannot load loogle .*--data.* simonjegou/loogle"):
+    with pytest.raises(UserError, match=r" loogle .*--data.*simonjegou/loogle"):
         load("loogle/shortdep_qa", 9, 0, tokenizer, data=data)
 
 
@@ -339,7 +339,7 @@ def test_metrics_need_their_library(monkeypatch, metric, library):
         monkeypatch.setitem(sys.modules, name, None)
     metrics._rouge_scorer.cache_clear()
     metrics._jieba.cache_clear()
-    with pytest.raises(UserError, match=rf"{library} .*not installed; .*hook-or-patch\[evaluate\]"):
+    with pytest.raises(UserError, match=rf"{library} .*hook-or-patch\[evaluate\]"):
         METRICS[metric]("a b", ["a b"])
 
 

@@ -67,7 +67,7 @@ def test_the_press_of_a_cell_is_told_in_full():
 
 def test_arguments_for_the_model_reach_it():
     settings = replace(SMALL, model_kwargs={"max_position_embeddings": 20})
-    with pytest.raises(UserError, match="more than the 20 positions"):
+    with pytest.raises(UserError, match="20 positions"):
         run_cell(settings, Cell("facts/single@48", NO_PRESS, 0.0, "bare"))
 
 
@@ -97,7 +97,7 @@ def test_the_serial_engine_goes_on_after_a_failure():
 
 def test_ray_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"hook-or-patch\[ray\].*leave out --on ray"):
+    with pytest.raises(UserError, match=r"hook-or-patch\[ray\].*--on ray"):
         list(on_ray([1], str))
 
 
@@ -112,7 +112,7 @@ def test_the_command(tmp_path):
         assert words in result.output
     assert "tokens" not in result.output
     assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert "3 of 3 cells are finished already" in call(*args).output
+    assert "3 of 3 cells" in call(*args).output
     other = call(*args, "--seed", "3")
     assert isinstance(other.exception, UserError)
     assert "seed was 0, is 3" in str(other.exception)

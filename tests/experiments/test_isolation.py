@@ -45,7 +45,7 @@ def test_answers_differ_in_a_bit_and_in_what_a_cache_holds(mine):
     logits = [*mine.logits[:-1], mine.logits[-1] + 1]
     assert mine.difference(Response(logits, mine.states, mine.seen)).startswith("logits off by")
     shorter = Response(mine.logits, [states[:, :, 1:] for states in mine.states], mine.seen)
-    assert mine.difference(shorter) == "layers hold [25, 25] slots, not [26, 26]"
+    assert "[25, 25] slots, not [26, 26]" in mine.difference(shorter)
     seen = Response(mine.logits, mine.states, [length - 1 for length in mine.seen])
     assert mine.difference(seen) == "has seen 25 tokens, not 26"
 

@@ -14,7 +14,7 @@ from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import draw
 from press_core import CacheFileError, about_cache, save_cache
 from tests.experiments.tiny import cli
-from tests.support import PIPELINE_PRESSES, both, snapshot
+from tests.support import PIPELINE_PRESSES, in_turn, snapshot
 
 ACT_LATER = {"decoding", "streaming", "dms"}
 TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
@@ -34,8 +34,7 @@ def facts():
     return [text.context for text in drawn], questions
 
 
-@both
-@pytest.mark.parametrize("name", list(PIPELINE_PRESSES))
+@in_turn("name", PIPELINE_PRESSES)
 def test_several_contexts(answerer, name, package, tmp_path):
     texts, questions = facts()
     press, path = PIPELINE_PRESSES[name](package), tmp_path / "contexts.safetensors"
@@ -109,7 +108,7 @@ def test_what_is_refused(answerer, tmp_path):
     answerer.save(texts[0], path, press=knorm)
     refused("is compressed already", saved, questions[0], press=knorm)
     for name, value in (("cache", object()), ("max_context_length", 9)):
-        refused(f"{name} is of no use for a SavedContext", saved, questions[0], **{name: value})
+        refused(f"{name} .*SavedContext", saved, questions[0], **{name: value})
     refused("the question takes", saved, [" of" * 5000])
 
 
@@ -119,7 +118,7 @@ def test_a_press_that_goes_on_is_asked_for(answerer, tmp_path):
     press = PIPELINE_PRESSES["decoding"](hooks_impl)
     answerer.save(texts[0], path, press=press)
     for other in (None, hooks_impl.KnormPress(0.5)):
-        with pytest.raises(UserError, match=r"DecodingPress\(.*; give that press again"):
+        with pytest.raises(UserError, match=r"DecodingPress\(.*again"):
             answerer(SavedContext(path), questions[0], press=other)
 
 
@@ -127,7 +126,7 @@ def test_a_cache_that_nobody_has_asked_about(answerer, model, tmp_path):
     """Saved without its texts."""
     cache = model(torch.arange(3, 40)[None], use_cache=True).past_key_values
     save_cache(cache, tmp_path / "a", model)
-    with pytest.raises(UserError, match="does not say of which texts"):
+    with pytest.raises(UserError, match="texts"):
         answerer(SavedContext(tmp_path / "a"), ["? alice"])
 
 
@@ -156,7 +155,7 @@ def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, pres
     done = cli("compress", "--output", path, *press, input=text)
     assert done.exit_code == 0
     assert (about_cache(path).n_seen, about_cache(path).evicted) == (84, evicted)
-    assert ("Nothing was evicted; --ratio 0.5 would evict half" in done.stderr) is (not evicted)
+    assert ("--ratio 0.5" in done.stderr) is (not evicted)
 
 
 def test_a_cache_in_16_bits(tmp_path):
@@ -165,7 +164,7 @@ def test_a_cache_in_16_bits(tmp_path):
     done = cli("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
     refused = cli("ask", "--cache", path, "--question", "? alice")
-    assert "dtype is bfloat16 there and float32 here" in " ".join(refused.stderr.split())
+    assert "dtype is bfloat16" in " ".join(refused.stderr.split())
     done = cli("ask", "--cache", path, "--question", "? alice", "--dtype", "bfloat16",
                "--max-new-tokens", 1)  # fmt: skip
     assert done.stdout.split() == ["tea"]

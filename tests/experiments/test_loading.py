@@ -76,9 +76,7 @@ def test_a_path_that_holds_no_model_is_not_looked_for_on_the_hub(name, monkeypat
     hub = loading.AutoModelForCausalLM
     monkeypatch.setattr(hub, "from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
     name = name.replace("TMP", str(tmp_path))
-    with pytest.raises(
-        ModelNotFoundError, match=r"there is no folder .* with a config\.json"
-    ) as no:
+    with pytest.raises(ModelNotFoundError, match=r"config\.json") as no:
         load_model(name)
     assert Path(name).name in str(no.value)
 

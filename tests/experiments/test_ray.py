@@ -32,7 +32,7 @@ def cluster():
         log_to_driver=False,
         logging_level="error",
         _system_config={"worker_niceness": 0},  # other tests run beside these
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        runtime_env={"env_vars": {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}},
     )
     yield
     ray.shutdown()
@@ -74,7 +74,7 @@ def test_what_goes_wrong_with_one_is_its_own():
 
 @pytest.mark.usefixtures("cluster")
 def test_what_no_node_can_run_is_refused():
-    with pytest.raises(UserError, match="a cell needs 64 CPUs and 0 GPUs, which no node"):
+    with pytest.raises(UserError, match="64 CPUs and 0 GPUs"):
         list(on_ray([1], str, cpus=64))
 
 
@@ -109,5 +109,5 @@ def test_a_cluster_of_its_own_is_started_and_stopped():
 
 def test_a_cluster_that_is_not_there():
     ray.shutdown()
-    with pytest.raises(UserError, match=r"there is no Ray cluster at '127\.0\.0\.1:1'"):
+    with pytest.raises(UserError, match=r"'127\.0\.0\.1:1'"):
         list(on_ray([1], str, address="127.0.0.1:1"))

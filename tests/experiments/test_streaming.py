@@ -130,10 +130,10 @@ def test_a_file_is_read_as_text_without_unknown_words_as_targets(model, tmp_path
     small = Text(read.ids % 100, read.targets.where(unknown, read.targets % 100))
     assert Stream(model, small, None).advance(13)[0].isnan().equal(unknown)
     assert recomputed_losses(model, small, 16).isnan().equal(unknown)
-    with pytest.raises(UserError, match=r"cannot stream 500 tokens: .*some.txt has 120 for this"):
+    with pytest.raises(UserError, match=r" 500 tokens.*some.txt has 120 "):
         read_text(tokenizer, 500, path)
     path.write_text("qqqq " * 20, encoding="utf-8")
-    with pytest.raises(UserError, match=r"knows no word of .*some.txt"):
+    with pytest.raises(UserError, match=r"no word .*some.txt"):
         read_text(tokenizer, 12, path)
 
 
@@ -217,7 +217,7 @@ def test_a_difference_within_its_interval_is_undecided():
 
 def test_a_model_that_guesses_has_nothing_to_lose():
     (found,) = streaming.find_sinks(made_up().assign(guessing=2.1))
-    assert "no better than a uniform guess" in found.text
+    assert "uniform guess" in found.text
 
 
 def test_slowing_down_is_told_apart_from_a_slower_machine():

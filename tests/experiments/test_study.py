@@ -77,7 +77,7 @@ def missing(tables):
     ("changed", "error"),
     [
         ({"measure": failing}, "RuntimeError: no <luck> [today]"),
-        ({"measure": ONE.measure}, "'one' is no name for a table or figure of bad"),
+        ({"measure": ONE.measure}, "'one' is no name"),
         *(({part: missing}, "KeyError: 'column'") for part in ("figures", "findings", "views")),
         ({"remarks": missing}, "KeyError: 'column'"),
     ],
@@ -343,8 +343,8 @@ def test_report_refuses_a_folder_that_holds_no_study(registered, finished, tmp_p
 
 def test_tables_that_are_not_those_of_the_experiment(folder):
     (folder / "one.csv").write_text("y\n1\n")
-    with pytest.raises(UserError, match="lacks a table or a column of 'one': 'x'"):
+    with pytest.raises(UserError, match="of 'one': 'x'"):
         write_report(folder, [ONE, TWO])
     note(folder, "one", tables=[])
-    with pytest.raises(UserError, match="lacks a table or a column of 'one': 'one'"):
+    with pytest.raises(UserError, match="of 'one': 'one'"):
         write_report(folder, [ONE, TWO])

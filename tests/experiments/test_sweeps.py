@@ -59,7 +59,7 @@ def test_an_interrupted_sweep_continues(tmp_path, monkeypatch, ran):
     monkeypatch.setattr(sweeps, "run_cell", go_on)
     continued, _, printed = run_sweep(SMALL, tmp_path / "cut")
     assert sorted(ran) == sorted(plan(SMALL))  # each once
-    assert "2 of 6 cells are finished already" in printed
+    assert "2 of 6 cells" in printed
     assert_same(continued, whole)
     again, _, _ = run_sweep(SMALL, tmp_path / "cut")
     assert len(ran) == 6
@@ -154,7 +154,7 @@ def test_a_second_sweep_in_a_folder_is_told_of_the_first(tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(sweeps, "run_cell", overtaken)
-    with pytest.raises(UserError, match=f"another sweep is writing to {tmp_path}"):
+    with pytest.raises(UserError, match=f"another sweep .*{tmp_path}"):
         run_sweep(SMALL, tmp_path)
     assert len(Store(tmp_path, SETUP).finished()) == 1
 
@@ -166,7 +166,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, swept, ran):
         write_at_once(path, content)
 
     monkeypatch.setattr(store, "write_at_once", full)
-    with pytest.raises(UserError, match=r"No space left.*the same command again"):
+    with pytest.raises(UserError, match=r"No space left.* again"):
         run_sweep(ONE, tmp_path)
     monkeypatch.setattr(store, "write_at_once", write_at_once)
     ran.clear()
@@ -213,7 +213,7 @@ def test_a_cell_that_fails_takes_nothing_from_the_others(tmp_path):
 def test_set_ups_are_not_mixed(tmp_path, name, value):
     Store(tmp_path, SETUP)
     Store(tmp_path, SETUP | {"made_with": {"date": "later"}})
-    with pytest.raises(UserError, match=f"another set-up.*{name} was .*give another --output"):
+    with pytest.raises(UserError, match=f"{name} was .*another --output"):
         Store(tmp_path, SETUP | {name: value})
 
 

@@ -88,7 +88,7 @@ def test_peaks_hold_the_cache_at_least():
 
 
 def test_a_run_that_fails_says_why():
-    with pytest.raises(Exception, match="there is no folder 'no/such/folder'"):
+    with pytest.raises(Exception, match="no folder 'no/such/folder'"):
         peak_of(ModelSpec("none", "no/such/folder"), FULL, 32, 1, 1)
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_predicted_of_sliding_windows():
 
 def test_what_fits_is_found_by_measuring(model, monkeypatch):
     """Presses that take 10 bytes a token, beside the weights."""
-    with pytest.raises(UserError, match=r"the weights of .* alone take"):
+    with pytest.raises(UserError, match=r"weights .*alone"):
         throughput.measure_fits(Options(limit="1KiB"), SILENT)
     monkeypatch.setattr(measuring, "peak_of", lambda spec, press, n, batch, tokens: 10 * n * batch)
     monkeypatch.setattr(throughput, "DEEP", TINY)
@@ -151,7 +151,7 @@ def test_kvpress_is_asked_in_its_own_process(tmp_path):
     (heard,) = rows_with_kvpress(fake, "module", spec=TINY, rounds=3)["asked"]
     assert heard == json.loads(json.dumps({"spec": TINY, "rounds": 3}))
     fake.write_text("#!/bin/sh\necho no luck >&2; exit 3\n")
-    with pytest.raises(UserError, match="failed: no luck; try --no-kvpress"):
+    with pytest.raises(UserError, match=r"no luck; .*--no-kvpress"):
         rows_with_kvpress(fake, "module")
 
 

@@ -63,7 +63,7 @@ def test_a_layer_in_need_of_help_is_not_updated_without_it(need, n_tokens):
     if need is ReadingNeeds.MASK_OF_MANY and n_tokens == 1:
         layer.update(*states(1))
         return
-    with pytest.raises(ScopeError, match="keep the scope of the press open"):
+    with pytest.raises(ScopeError, match="keep the scope"):
         layer.update(*states(n_tokens))
     with reading(pruned()), pytest.raises(ScopeError):  # another layer's help
         layer.update(*states(n_tokens))

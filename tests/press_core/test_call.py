@@ -63,7 +63,7 @@ def test_what_nobody_collected_or_prepared_is_missed_by_name():
     call = _call(record("llama", LENGTH), query=None)
     with pytest.raises(UnsupportedInputError, match=r"Needs\.QUERIES"):
         call.queries()
-    with pytest.raises(UnsupportedInputError, match="QFilterPress was called outside of any scope"):
+    with pytest.raises(UnsupportedInputError, match=r"QFilterPress.*scope"):
         call.prepared(patch_impl.QFilterPress(0.5))
 
 
@@ -128,7 +128,7 @@ def test_narrowed_calls_are_about_what_is_left(data):
 def test_what_is_known_of_some_tokens_is_not_aligned_to_all_keys():
     recorded = record("llama", LENGTH)
     decoding = _call(recorded, hidden_states=recorded.hidden_states[:, -2:])
-    with pytest.raises(UnsupportedInputError, match=r"7 keys .* those of 2 tokens"):
+    with pytest.raises(UnsupportedInputError, match=r"7 keys.* 2 tokens"):
         decoding.align_to_keys(torch.zeros(2, 2, 2))
 
 

@@ -65,7 +65,7 @@ def test_heads_that_differ_keep_their_states_until_they_are_stored():
     assert torch.equal(late.late_mask, mask[..., :3])
     for found in (eviction, late):
         assert not found.is_whole
-        with pytest.raises(UnsupportedInputError, match="return the Eviction as it is"):
+        with pytest.raises(UnsupportedInputError, match="Eviction"):
             _, _ = found
 
 
@@ -74,7 +74,7 @@ def test_states_alone_do_not_say_what_was_kept():
     eviction = Eviction.of(call, (call.keys[:, :, 1:4], call.values[:, :, 1:4]))
     assert eviction.kept is None
     for use in (lambda: eviction.known_kept, eviction.next_call, eviction.rerotated):
-        with pytest.raises(UnsupportedInputError, match=r"Eviction\.keep\(call, positions\)"):
+        with pytest.raises(UnsupportedInputError, match=r"Eviction\.keep\("):
             use()
 
 

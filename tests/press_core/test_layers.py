@@ -350,7 +350,7 @@ def test_a_cache_reaches_it_as_any_other_layer():
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0]))
-    with pytest.raises(ScopeError, match="was reset while head-wise compressed; make a new one"):
+    with pytest.raises(ScopeError, match=r"reset.*make a new"):
         update(layer, *states(2, 2, 1))
 
 

@@ -116,14 +116,14 @@ def about(version):
 
 def test_files_of_something_else_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
-    with pytest.raises(CalibrationError, match=r"holds 'Q-filters', not a KVzap regressor"):
+    with pytest.raises(CalibrationError, match=r"'Q-filters'.*KVzap"):
         KVzapRegressor.load(FILTERS.save(tmp_path))
     save_file({"embed_tokens.weight": torch.zeros(2, 2)}, path)
     for kind in (QFilters, ExpectedAttentionStats, KVzapRegressor):
-        with pytest.raises(CalibrationError, match=r"it holds 'embed_tokens\.weight'"):
+        with pytest.raises(CalibrationError, match=r"'embed_tokens\.weight'"):
             kind.load(path)
     save_file({"directions": torch.zeros(1, 1, 2)}, path, about(2))
-    with pytest.raises(CalibrationError, match=r"version 2 of the format; this release reads 1"):
+    with pytest.raises(CalibrationError, match=r"version 2.* reads 1"):
         QFilters.load(path)
     for name in ("gate.pt", "gate.bin"):
         (tmp_path / name).touch()
@@ -151,7 +151,7 @@ class Hub:
 @of_every_kind
 def test_a_hub_without_network_is_an_error_that_names_the_id(name, monkeypatch):
     hub = Hub(monkeypatch)
-    with pytest.raises(CalibrationError, match=r"'owner/thing'.*no network.*check your connection"):
+    with pytest.raises(CalibrationError, match=r"'owner/thing'.*no network.*your connection"):
         type(FITS[name]).load("owner/thing")
     asked_online = [asked for asked in hub.asked if not asked[2]]
     assert len(asked_online) == 1, "nobody waits for a dead network twice"
@@ -165,19 +165,19 @@ def looked_for(given, name):
     return QFilter(0.5, given).find(SimpleNamespace(config=config))
 
 
-FIT = r"QFilter\.fit\(model, token_batches\)"
+FIT = r"QFilter\.fit\(.*\)"
 MISSING: list[tuple[Callable[[Path], Any], str]] = [
     *(
         (lambda _, source=source: QFilters.load(source), r"no file or folder|no qfilters\.saf")
         for source in (Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", "~/x", "")
     ),
-    (QFilters.load, r"no qfilters\.safetensors and no model\.safetensors"),
+    (QFilters.load, r"qfilters\.saf.*model\.saf"),
     (
         lambda folder: looked_for(None, str(folder)),
         rf"qfilters\.safetensors.*{FIT}\.save\('.*a-model'\).*'nthngdy/a-model_qfilt'",
     ),
     *(
-        (lambda _, name=name: looked_for(None, name), r"pass what QFilter\.fit\(model")
+        (lambda _, name=name: looked_for(None, name), r"QFilter\.fit\(")
         for name in (None, "", "/no/such/folder")
     ),
 ]

@@ -83,7 +83,7 @@ def test_a_mask_that_differs_from_head_to_head_is_refused(form, function):
     seen = visible(tokens("xxxxxx")).repeat(1, 3, 1, 1)
     assert function(DENSE[form](seen), LENGTH, 1) is None
     seen[0, 1, 5, 2] = False
-    with pytest.raises(UnsupportedInputError, match=r"of 3 heads .*from each head"):
+    with pytest.raises(UnsupportedInputError, match=r"3 heads .*each head"):
         function(DENSE[form](seen), LENGTH, 1)
 
 

@@ -138,7 +138,7 @@ def test_scores_of_single_tokens_follow_the_keys_that_are_left(name):
 )
 def test_a_field_out_of_range_is_named_with_its_value(name, fields):
     (field, value), *_ = reversed(fields.items())
-    with pytest.raises(HyperparameterError, match=rf"{name}Press\({field}={value!r}.*must be"):
+    with pytest.raises(HyperparameterError, match=rf"{name}Press\({field}={value!r}"):
         patch_impl.PRESSES[f"{name}Press"](**fields)
 
 

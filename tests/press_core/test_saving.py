@@ -105,9 +105,7 @@ def test_other_releases_of_transformers(path):
     rewrite(path, made_with=versions | {"torch": "2.6.0", "hook-or-patch": "0.0.1"})
     load_cache(path, model_of())  # which compute the same
     rewrite(path, made_with=versions | {"transformers": "5.9.0"})
-    refused(
-        path, rf"written with transformers 5\.9\.0, and {transformers.__version__}.* any_version"
-    )
+    refused(path, rf"5\.9\.0.*{transformers.__version__}.*any_version")
     loaded = load_cache(path, model_of(), any_version=True)
     for layer, expected in zip(loaded.layers, cache_of().layers, strict=True):
         assert torch.equal(layer.keys, expected.keys)
@@ -115,7 +113,7 @@ def test_other_releases_of_transformers(path):
 
 def test_another_version_of_the_format(path):
     rewrite(path, version=1)
-    refused(path, "has version 1 of the format; this release reads")
+    refused(path, "version 1 ")
     with pytest.raises(CacheFileError, match="version 1"):
         about_cache(path)
 
@@ -128,12 +126,12 @@ def test_other_models(path):
     weight.model.layers[1].self_attn.v_proj.weight[0, 0] += 1
     setting.config.rms_norm_eps = 1e-3
     for model, match in (
-        (model_of(seed=1), "of another model .*: it has the same configuration, and other weights"),
+        (model_of(seed=1), "same configuration.* other"),
         (weight, "other weights or adapters"),
-        (setting, "rms_norm_eps is 1e-06 there and 0.001 here"),
-        (build("qwen2"), "config_class is LlamaConfig there and Qwen2Config here"),
-        (build("llama", num_layers=3), "num_hidden_layers is 2 there and 3 here"),
-        (copy.deepcopy(model_of()).bfloat16(), "dtype is float32 there and bfloat16 here"),
+        (setting, "rms_norm_eps.* 1e-06 .* 0.001 "),
+        (build("qwen2"), "LlamaConfig.* Qwen2Config"),
+        (build("llama", num_layers=3), "num_hidden_layers.* 2 .* 3 "),
+        (copy.deepcopy(model_of()).bfloat16(), "float32.* bfloat16"),
     ):
         refused(path, match, model=model)
     for model, match in (
@@ -189,23 +187,23 @@ def test_a_quantized_cache(tmp_path):
     model = model_of()
     cache = QuantizedCache("quanto", model.config, q_group_size=16)
     filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40), cache)
-    not_saved(cache, tmp_path, "cannot save a QuantizedCache")
+    not_saved(cache, tmp_path, "a QuantizedCache")
     plain = DynamicCache(config=model.config)
     plain.layers = cache.layers
-    not_saved(plain, tmp_path, "cannot save a Quanto.*in the format")
+    not_saved(plain, tmp_path, "Quanto.*Layer")
 
 
 def test_caches_that_cannot_be_kept(tmp_path):
     config, torn, begun, other = model_of().config, cache_of(), cache_of(), DynamicCache()
     not_saved(StaticCache(config=config, max_cache_len=8), tmp_path, "a StaticCache")
     torn.layers[1].is_unusable = True
-    not_saved(torn, tmp_path, "abandoned in the middle of a forward")
+    not_saved(torn, tmp_path, "abandoned")
     begun.layers[0].memories[Key()] = Memory(in_prefill=True)
     not_saved(begun, tmp_path, "whose prefill is under way")
     for name in ("AdaKVPress", "ThinKPress"):
         was_reset = cache_of(name)
         was_reset.layers[0].reset()
-        not_saved(was_reset, tmp_path, "abandoned in the middle of a forward, reset")
+        not_saved(was_reset, tmp_path, "abandoned.*reset")
     other.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     other.layers[0].helper = object()
     not_saved(other, tmp_path, "its helper is a object")
@@ -275,7 +273,7 @@ def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_pat
         part.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    for writing, match in ((full, "No space left"), (slow, "cannot be written: .*File exists")):
+    for writing, match in ((full, "No space left"), (slow, "File exists")):
         assert not list(tmp_path.iterdir())
         monkeypatch.setattr(files, "save_file", writing)
         with pytest.raises(CacheFileError, match=match):
@@ -308,10 +306,10 @@ def test_foreign_files(tmp_path, path):
     torch.save(Evil(), foreign)
     refused(foreign, "is no compressed cache")
     save_file({"weight": torch.ones(2)}, foreign)
-    refused(foreign, "is no compressed cache: nothing in it says so")
+    refused(foreign, "is no compressed cache: no")
     save_file({}, foreign, {METADATA: json.dumps({"kind": "filters", "version": 1})})
-    refused(foreign, "is no compressed cache: nothing in it says so")
-    with pytest.raises(PressError, match="of the format; this release reads"):
+    refused(foreign, "is no compressed cache: no")
+    with pytest.raises(PressError, match="version"):
         QFilters.load(path)
 
 
