@@ -9,11 +9,11 @@ from torch import Tensor
 
 from press_core import running
 from press_core.cache.caches import known
-from press_core.cache.masks import visible_tokens
+from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import occupied_slots
+from press_core.cache.reading import filled_columns, occupied_slots
 from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -183,9 +183,10 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     if press.keeps(layer.n_slots) >= layer.n_slots:
         return
     keys, values = layer.states()
-    mask = forward.given.get("attention_mask")
+    given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
+    mask = filled_columns(for_full_attention(given_mask), layer, n)
     occupied = occupied_slots(mask, layer, n, n_held=0)
-    last, rotary = first_position(forward.given, layer, n) - 1, None
+    last, rotary = first_position(ids, mask, layer, n) - 1, None
     if Needs.ROPE in press.needs or layer.is_rerotated:
         rotary = rotary_positions(layer, site, occupied, last)
     call = AttentionCall(

@@ -25,10 +25,12 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     are_special,
     helped,
+    is_built_for_slots,
     needs_help,
     one_mask,
     pruned_layers,
     with_counted_columns,
+    with_newest_columns,
 )
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
@@ -208,8 +210,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     if not isinstance(cache, Cache):
         return
     if Phase.BEFORE_DECODING in traits.phases:
-        for site in scope.sites:
-            prune_before(scope, forward, site)
+        _prune_before(scope, forward)
     if Phase.DECODING not in traits.phases:
         return
     index = scope.sites[0].layer_idx
@@ -220,6 +221,16 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     step = progress.n_steps, forward.n_tokens, traits.buffered_tokens
     if traits.remembers or scope.press.is_awaited(*step):
         forward.acting.append(scope)
+
+
+def _prune_before(scope: ScopeState, forward: Forward) -> None:
+    is_of_slots = is_built_for_slots(forward)  # asked before the slots change
+    first = known(forward.cache, scope.sites[0].layer_idx)
+    n_filled = first.n_old + first.n_recent
+    for site in scope.sites:
+        prune_before(scope, forward, site)
+    if is_of_slots and known(forward.cache, scope.sites[0].layer_idx) is not first:
+        forward.given = with_newest_columns(forward, n_filled)
 
 
 def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer], first: int) -> None:

@@ -11,7 +11,7 @@ from press_core.cache.caches import known
 from press_core.cache.masks import prefill_tokens
 from press_core.cache.memory import Memory, Step
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import occupied_slots
+from press_core.cache.reading import filled_columns, occupied_slots
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import REPORT_POSITIONS
@@ -54,13 +54,9 @@ class AttentionPass:
     def mask(self) -> Any:
         """Its attention mask, in any form, over the filled slots of its layer."""
         mask, layer = self.given.get("attention_mask"), known(self.cache, self.site.layer_idx)
-        columns = layer.columns(0)
-        n_empty = columns - layer.n_old - layer.n_recent
-        fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
-        if n_empty <= 0 or not fits:
-            return mask
-        # The last slots of a buffer of fixed length are still empty.
-        return self.forward.once(lambda: mask[..., :-n_empty], "filled", mask, n_empty)
+        return self.forward.once(
+            lambda: filled_columns(mask, layer), "filled", mask, layer.columns(0), layer.n_recent
+        )
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core.cache.masks import for_full_attention, visible_tokens
+from press_core.cache.masks import visible_tokens
 from press_core.cache.pruned import PrunedLayer
-from press_core.forward import Arguments
 from press_core.model.sites import AttentionSite
 
 
@@ -65,16 +66,18 @@ def rotary_positions(
     return torch.cat((known.to(positions), recent), dim=-1)
 
 
-def first_position(given: Arguments, layer: PrunedLayer, n_tokens: int) -> Tensor:
+def first_position(ids: Tensor | None, mask: Any, layer: PrunedLayer, n_tokens: int) -> Tensor:
     """Position of the first token of a forward that is not padding, `(1 or B,)` int64.
 
     Where positions count padding, the position of the first token.
+
+    Args:
+        ids: the position ids given to the decoder, if any.
+        mask: its mask for full attention, in any form, whose last columns are the forward's tokens.
     """
-    ids = given.get("position_ids")
     if ids is None:
         return torch.tensor([int(layer.get_seq_length())], device=layer.device)
     ids = ids if ids.dim() == 2 else ids[0]
-    mask = for_full_attention(given.get("attention_mask"))
     real = visible_tokens(mask, n_tokens, len(ids))
     if real is None:
         return ids[:, 0]

@@ -50,6 +50,7 @@ class PrunedLayer(DynamicLayer):
         memories: by scope, what the scope remembers of this layer.
         is_first: whether the model builds its one mask from the sizes of this layer.
         is_unusable: whether an exception ended the forward that pruned this layer.
+        has_sized_mask: whether a mask was built for its slots since it was last read.
         refusal: why a press cannot prune this layer again; empty: it can.
         unreadable: error message for a forward that lacks what `needs` lists.
     """
@@ -75,7 +76,7 @@ class PrunedLayer(DynamicLayer):
         self.needs = ReadingNeeds.NOTHING
         self.carried: dict[str, Tensor] = {}
         self.memories: dict[Key, Memory] = {}
-        self._has_sized_mask = False
+        self.has_sized_mask = False
 
     def __getattr__(self, name: str) -> Any:
         inner = vars(self).get("inner")  # None in ragged layers, and while a layer is copied
@@ -291,10 +292,10 @@ class PrunedLayer(DynamicLayer):
         harmless = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
-        sized = helped or self._has_sized_mask or torch.compiler.is_compiling()
+        sized = helped or self.has_sized_mask or torch.compiler.is_compiling()
         if self.is_first and self.is_pruned and not sized:
             check_mask_in_use(self.n_seen, self.n_slots, n_new)
-        self._has_sized_mask = False
+        self.has_sized_mask = False
 
     def get_seq_length(self) -> Any:
         return self.kept.n_seen - self.kept.shift + self.n_counted
@@ -302,7 +303,7 @@ class PrunedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
             query_length = len(query_length)
-        self._has_sized_mask = True
+        self.has_sized_mask = True
         checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
         if checked and not torch.compiler.is_compiling():
             count = self.get_seq_length()

@@ -23,6 +23,8 @@ from press_core.forward import Arguments, Forward, OneMask, current
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
+BUILT_FOR_SLOTS, READ = "built for slots", "read"
+
 # ---- once per forward ----------------------------------------------------------------------------
 
 
@@ -61,8 +63,34 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     if hidden_context(forward) is not None:
         return True
     is_2d, mask = isinstance(mask, Tensor) and mask.dim() == 2, for_full_attention(mask)
-    fits = is_2d or mask is None or mask.shape[-1] == layers[0].columns(forward.n_tokens)
-    return not fits
+    if is_2d or mask is None:
+        return False
+    n, first = forward.n_tokens, layers[0]
+    return mask.shape[-1] != first.columns(n) or is_of_tokens(forward, first.n_seen + n)
+
+
+def is_built_for_slots(forward: Forward) -> bool:
+    """Whether the 4-d mask that the decoder was given has a column for each slot of the cache.
+
+    `generate` asks the cache for its sizes to build one. A caller's own has one for each token, and
+    may be as wide. To be asked before the layers run.
+    """
+    if BUILT_FOR_SLOTS not in forward.notes:
+        pruned = bool(pruned_layers(forward.cache))
+        first = mask_layer(forward.cache) if pruned else None
+        forward.notes[BUILT_FOR_SLOTS] = bool(getattr(first, "has_sized_mask", False))
+    return bool(forward.notes[BUILT_FOR_SLOTS])
+
+
+def is_of_tokens(forward: Forward, n_seen: int) -> bool:
+    """Whether the decoder was given a 4-d mask with a column for each token seen.
+
+    Args:
+        n_seen: tokens seen, those of this forward included.
+    """
+    mask = for_full_attention(forward.given.get("attention_mask"))
+    is_given = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == n_seen
+    return is_given and not is_built_for_slots(forward)
 
 
 def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
@@ -117,8 +145,10 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     if not layers or not isinstance(mask, Tensor):
         return None
     kept, n_seen = layers[0].kept, layers[0].n_seen
-    if mask.shape[-1] != n_seen + forward.n_tokens or layers[0].is_rerotated:
-        return None  # made for the stored slots, or refused elsewhere
+    n_all = n_seen + forward.n_tokens
+    of_tokens = mask.shape[-1] == n_all if mask.dim() == 2 else is_of_tokens(forward, n_all)
+    if not of_tokens or layers[0].is_rerotated:  # the latter is refused elsewhere
+        return None
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
     seen = is_visible(mask[..., : kept.n_seen])
@@ -214,6 +244,9 @@ def helped(
     if attends is not (ReadingNeeds.ATTENTION in layer.needs):
         return given
     current.reading = layer
+    if (READ, site.name) in forward.notes:  # another scope has prepared this call
+        return given
+    forward.notes[READ, site.name] = True
     if layer.is_rerotated:
         given = _with_positions(forward, site, given, layer, n_held)
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens - n_held)
@@ -239,7 +272,8 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
     q, columns = forward.n_tokens, layer.columns(forward.n_tokens - n_held)
     old = layer.old_seen(hidden_context(forward))
     own = ReadingNeeds.ATTENTION in layer.needs
-    if not own and old is None and (mask is None or mask.shape[-1] == columns):
+    fits = mask is None or mask.shape[-1] == columns
+    if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen - n_held + q):
         return mask
     recent = _recent(forward, mask, layer, columns - layer.n_old, n_held)
     if own and old is None:
@@ -273,9 +307,10 @@ def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) ->
     A mask built by the model has columns for the slots of one layer. Any other mask has columns for
     all tokens, possibly up to the end of a buffer, or only for the last ones.
     """
-    first = mask_layer(forward.cache)
+    first, n_seen = mask_layer(forward.cache), layer.kept.n_seen
     by_model = isinstance(first, PrunedLayer) and mask.shape[-1] == first.columns(forward.n_tokens)
-    return first.n_old if by_model else min(layer.kept.n_seen, mask.shape[-1] - n_recent)
+    by_model = by_model and not is_of_tokens(forward, n_seen + n_recent)
+    return first.n_old if by_model else min(n_seen, mask.shape[-1] - n_recent)
 
 
 def _with_positions(
@@ -357,7 +392,29 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     return needs
 
 
-# ---- occupied slots ------------------------------------------------------------------------------
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
+    """A mask without the columns of slots that are still empty after `n_new` more tokens."""
+    columns = layer.columns(n_new)
+    n_empty = columns - layer.n_old - layer.n_recent - n_new
+    fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
+    return mask[..., :-n_empty] if n_empty > 0 and fits else mask
+
+
+def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
+    """The decoder's arguments, with only the new tokens' columns of a mask built for slots.
+
+    For a cache that was pruned since it was built.
+
+    Args:
+        n_filled: number of slots that were filled then.
+    """
+    mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
+    newest = for_full_attention(mask)[..., n_filled : n_filled + forward.n_tokens]
+    newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
+    return forward.given.replace(attention_mask=newest)
 
 
 def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:

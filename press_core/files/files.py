@@ -150,7 +150,7 @@ MOST = 2**24
 """Upper bound of token counts in a file, which limits the tensors that are made from them."""
 
 _KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept)
-_OF_SCOPES = "memories", "needs", "is_first", "_has_sized_mask"
+_OF_SCOPES = "memories", "needs", "is_first", "has_sized_mask"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 

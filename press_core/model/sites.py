@@ -134,7 +134,7 @@ class AttentionSite:
             return of_heads
         return of_heads[:, sorted(range(len(order)), key=order.__getitem__)]
 
-    @cached_property
+    @property
     def _order(self) -> list[int] | None:
         """The query heads sorted by KV head; None: they are sorted already."""
         heads = list(self.head_order or ())

@@ -201,7 +201,8 @@ class DMS(Around):
         scores, window = self.scorer.checked_scores(call), self.sliding_window_size
         if SCORES not in call.carried:
             kept = (scores >= self.threshold) | trailing(call.keys, window)
-            return Eviction.keep_per_head(call, kept, {SCORES: scores[..., -window:]})
+            carried = {SCORES: scores[..., -window:]} if self.decoding else {}
+            return Eviction.keep_per_head(call, kept, carried)
         known = torch.cat((call.carried[SCORES], scores), dim=-1)
         leaving = max(0, known.shape[-1] - window)
         late = known[..., :leaving] < self.threshold
