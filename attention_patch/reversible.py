@@ -63,12 +63,14 @@ class _Stack:
         original: the attribute in the owner's `__dict__`, or `_MISSING`.
         patches: the open patches, the latest first.
         call: runs the layers; None: `run` does.
+        is_method: whether the attribute is a plain method of the owner's class.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.original = vars(owner).get(name, _MISSING)
         self.patches: tuple[Patch, ...] = ()
+        self.is_method = type(_inherited(type(owner), name, None)) is FunctionType
         # For a class the unbound attribute: wrapt binds it at each call.
         wrapped = getattr(owner, name)
         self.wrapped = _inherited(owner, name, wrapped) if isinstance(owner, type) else wrapped
@@ -101,9 +103,11 @@ class _Stack:
         """Call the original, or the attribute that the class has now, which may be patched, too."""
         if self.original is not _MISSING:
             return self.original(*args, **kwargs)
+        if self.is_method:  # compilers cannot look into the `__dict__` of a class
+            method = getattr(type(self.owner), self.name)
+            if type(method) is FunctionType:
+                return method(self.owner, *args, **kwargs)
         attribute = _inherited(type(self.owner), self.name, _MISSING)
-        if type(attribute) is FunctionType:
-            return attribute(self.owner, *args, **kwargs)
         if hasattr(attribute, "__get__"):
             attribute = attribute.__get__(self.owner)
         return (self.wrapped if attribute is _MISSING else attribute)(*args, **kwargs)

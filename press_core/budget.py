@@ -26,7 +26,8 @@ class Tokens:
 
     def __post_init__(self) -> None:
         counts = isinstance(self.n, Integral) and not isinstance(self.n, bool)
-        if not (counts and self.n >= 1 and isinstance(self.progress, Real)):
+        covers = isinstance(self.progress, Real) and 0 <= self.progress <= 1
+        if not (counts and self.n >= 1 and covers):
             raise HyperparameterError(
                 f"Tokens({self.n!r}): a budget must be a number of tokens, 1 or more"
             )

@@ -13,7 +13,7 @@ from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import filled_columns, occupied_slots
+from press_core.cache.slots import filled_columns, occupied_slots
 from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -55,7 +55,6 @@ def store_decisions(
 ) -> None:
     """Store what is kept of a layer, and record it in the tally."""
     layer = store(cache, site, decisions, scope.key)
-    scope.remembering.add(known(cache, site.layer_idx))
     if layer is None:
         return
     if forward is not None:
@@ -184,7 +183,9 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
         return
     keys, values = layer.states()
     given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
-    mask = filled_columns(for_full_attention(given_mask), layer, n)
+    mask = for_full_attention(given_mask)
+    if isinstance(mask, Tensor) and mask.dim() == 4:  # made by `generate` for the slots of a buffer
+        mask = filled_columns(mask, layer, n)
     occupied = occupied_slots(mask, layer, n, n_held=0)
     last, rotary = first_position(ids, mask, layer, n) - 1, None
     if Needs.ROPE in press.needs or layer.is_rerotated:

@@ -11,7 +11,7 @@ from press_core.cache.caches import known
 from press_core.cache.masks import prefill_tokens
 from press_core.cache.memory import Memory, Step
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import filled_columns, occupied_slots
+from press_core.cache.slots import filled_columns, occupied_slots
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import REPORT_POSITIONS

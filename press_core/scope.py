@@ -91,7 +91,6 @@ class ScopeState:
         tally: counts of what was pruned.
         key: identifies the scope within the process; copies of a cache keep it.
         running: forwards in progress that the scope takes part in, each with its thread's id.
-        remembering: cache layers with a memory of this scope.
         warnings: functions of the mechanism that return a warning, or None, when the scope closes.
         installed: what the mechanism has installed on the decoder while the scope is open.
         on_layers: what it has installed on attention modules, while forwards need it.
@@ -107,7 +106,6 @@ class ScopeState:
     tally: Tally = field(default_factory=Tally)
     key: Key = field(default_factory=Key)
     running: dict[Forward, int] = field(default_factory=dict)
-    remembering: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
     warnings: list[Callable[[], str | None]] = field(default_factory=list)
     installed: list[Removable] = field(default_factory=list)
     on_layers: OnLayers = field(default_factory=OnLayers)
@@ -127,8 +125,7 @@ class ScopeState:
     def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
         """Store this scope's `memory` with `layer`, and put that into `cache` at `layer_idx`."""
         cache.layers[layer_idx] = layer
-        self.remembering.add(layer)
-        layer.memories[self.key] = memory
+        layer.remember(self.key, memory)
 
     def install(self, removable: Removable) -> None:
         """Register `removable` to be removed when the scope closes."""
@@ -179,7 +176,7 @@ class ScopeState:
                 return
             self.model = None
         found = [text for check in (*self.warnings, self._opened_too_late) if (text := check())]
-        for layer in list(self.remembering):
+        for layer in list(self.key.layers):
             layer.remember(self.key, None)
         with _opening:
             removed([*self.installed, *self.on_layers.drop(self)])

@@ -108,6 +108,14 @@ def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
         )
 
 
+def is_cropped_before(layer: Any) -> bool:
+    """Whether the `crop` of a cache, which goes layer by layer, has cropped others than `layer`."""
+    frame = innermost_frame("transformers.cache_utils", ("crop",))
+    layers = [] if frame is None else getattr(frame.f_locals["self"], "layers", [])
+    lengths = [int(x.get_seq_length()) for x in layers if hasattr(x, "get_seq_length")]
+    return any(length != int(layer.get_seq_length()) for length in lengths)
+
+
 def _mask_of_caller(frame: FrameType | None) -> Any:
     for _ in range(8):
         if frame is None or "attention_mask" in frame.f_locals:

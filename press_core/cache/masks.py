@@ -78,7 +78,9 @@ def visible_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     if mask is None or length == 0:
         return None
     last = one_for_all_heads(columns_seen(mask, 1, length))[:, 0, 0]
-    return None if bool(last.all()) else last.expand(batch, -1)
+    if not torch.compiler.is_compiling() and bool(last.all()):  # values are not known in graphs
+        return None
+    return last.expand(batch, -1)
 
 
 def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:

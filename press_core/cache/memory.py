@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,9 +16,16 @@ FIRST = 2
 
 
 class Key:
-    """Identifies a scope within the process; copies of a cache keep it."""
+    """Identifies a scope within the process; copies of a cache keep it.
 
-    is_open = False
+    Attributes:
+        is_open: whether the scope takes part in forwards that begin now.
+        layers: cache layers with a memory of the scope.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.layers: WeakSet[Any] = WeakSet()
 
     def __deepcopy__(self, _: Any) -> Key:
         return self

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from press_core.cache.given import check_given_mask, check_given_tokens, check_mask_in_use
+from press_core.cache.given import (
+    check_given_mask,
+    check_given_tokens,
+    check_mask_in_use,
+    is_cropped_before,
+)
 from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
@@ -49,7 +54,7 @@ class PrunedLayer(DynamicLayer):
         carried: by name, tensors `(B, ...)` that a press stores for its next call.
         memories: by scope, what the scope remembers of this layer.
         is_first: whether the model builds its one mask from the sizes of this layer.
-        is_unusable: whether an exception ended the forward that pruned this layer.
+        is_unusable: whether an exception ended the forward that pruned this layer, or a crop.
         has_sized_mask: whether a mask was built for its slots since it was last read.
         refusal: why a press cannot prune this layer again; empty: it can.
         unreadable: error message for a forward that lacks what `needs` lists.
@@ -105,6 +110,11 @@ class PrunedLayer(DynamicLayer):
     def batch(self) -> int:
         """`B`."""
         return len(self.values)
+
+    @property
+    def max_batch_size(self) -> int:
+        """`B`, as transformers 5.2 asks of a static cache before it uses it again."""
+        return self.batch
 
     @property
     def n_counted(self) -> Any:
@@ -252,6 +262,12 @@ class PrunedLayer(DynamicLayer):
         self.memories.pop(key, None)
         if memory is not None:
             self.memories[key] = memory
+            key.layers.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for key, memory in self.memories.copy().items():  # a copy is forgotten with the original
+            self.remember(key, memory if key.is_open else None)
 
     # ---- cache layer interface -------------------------------------------------------------------
 
@@ -280,8 +296,8 @@ class PrunedLayer(DynamicLayer):
         """
         if self.is_unusable:
             raise ScopeError(
-                "an exception ended the forward in which this cache was pruned: some of its layers "
-                "are pruned and others are not; make a new one"
+                "an exception ended the forward in which this cache was pruned, or a crop: some of "
+                "its layers have lost tokens and others have not; make a new one"
             )
         if self.needs is ReadingNeeds.NOTHING and not self.is_first:
             return
@@ -330,6 +346,7 @@ class PrunedLayer(DynamicLayer):
         if not remove:
             return
         if remove > self.n_recent:
+            self.is_unusable |= is_cropped_before(self)
             raise UnsupportedCacheError(
                 f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
                 "pruning, and evicted tokens cannot be restored"

@@ -53,6 +53,7 @@ class RaggedLayer(InPlaceLayer):
     values: Any = None
     recent: PrunedLayer
     attended_by: str | None = None
+    max_cache_len = 0  # so that `generate` of transformers 5.2 does not use the cache again
     carried_until: int = 0
 
     def __init__(self, kept: Kept, n_heads: int, group: int) -> None:

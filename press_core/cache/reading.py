@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core.cache.caches import columns_of, mask_layer
+from press_core.cache.caches import mask_layer
 from press_core.cache.masks import (
     columns_seen,
     for_full_attention,
@@ -121,7 +121,10 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
         return given
     layer = rerotated[0]
     n_recent = layer.n_recent + forward.n_tokens
-    if not layer.kept.is_padded and not bool(mask[:, : mask.shape[1] - n_recent].all()):
+    context = mask[:, : mask.shape[1] - n_recent]
+    if torch.compiler.is_compiling() and not layer.kept.is_padded:
+        torch._assert_async(context.all(), "the attention_mask hides tokens that were pruned")
+    elif not layer.kept.is_padded and not bool(context.all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
             "which had no padding, and it is not known which keys they became; let it hide padding "
@@ -218,6 +221,20 @@ def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None
     before = torch.arange(n_before, device=mask.device) < n_hidden[:, None]
     columns = torch.cat((before, occupied, visible[:, kept.n_seen :]), dim=1)
     return columns.to(mask.dtype)
+
+
+def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
+    """The decoder's arguments, with only the new tokens' columns of a mask built for slots.
+
+    For a cache that was pruned since it was built.
+
+    Args:
+        n_filled: number of slots that were filled then.
+    """
+    mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
+    newest = for_full_attention(mask)[..., n_filled : n_filled + forward.n_tokens]
+    newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
+    return forward.given.replace(attention_mask=newest)
 
 
 # ---- layer by layer ------------------------------------------------------------------------------
@@ -370,68 +387,3 @@ def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) ->
             f"an image came to {site.name} behind keys that were rotated to other positions, where "
             "images have none; put it into the context, or use a press that does not rotate keys"
         )
-
-
-# ---- needs of later forwards ---------------------------------------------------------------------
-
-
-def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
-    """What later forwards need to read `layer` of `site`; `cache` must hold it already."""
-    needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
-    if layer.kept.is_padded:
-        needs |= ReadingNeeds.MASK
-    if layer.columns(1) != columns_of(first, 1):
-        # Only these implementations of transformers take no mask for a single token.
-        unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
-        unmasked = unmasked and layer.room is None
-        needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
-    if layer.is_rerotated:
-        keeps_count = layer.kept.is_padded or site.place.keeps_count
-        if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
-            needs |= ReadingNeeds.MASK
-    return needs
-
-
-# ---- slots ---------------------------------------------------------------------------------------
-
-
-def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
-    """A mask without the columns of slots that are still empty after `n_new` more tokens."""
-    columns = layer.columns(n_new)
-    n_empty = columns - layer.n_old - layer.n_recent - n_new
-    fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
-    return mask[..., :-n_empty] if n_empty > 0 and fits else mask
-
-
-def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
-    """The decoder's arguments, with only the new tokens' columns of a mask built for slots.
-
-    For a cache that was pruned since it was built.
-
-    Args:
-        n_filled: number of slots that were filled then.
-    """
-    mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
-    newest = for_full_attention(mask)[..., n_filled : n_filled + forward.n_tokens]
-    newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
-    return forward.given.replace(attention_mask=newest)
-
-
-def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:
-    """Which slots of a layer hold a token (neither empty nor padding), `(B, S)` bool; None: all.
-
-    Args:
-        mask: the forward's attention mask, in any form.
-        n_tokens: tokens of the forward.
-        n_held: how many of them the layer holds already: none before its attention, all after it.
-    """
-    n_recent, old = layer.n_recent, layer.kept.occupied(layer.device)
-    recent = visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)
-    recent = None if recent is None or bool(recent[:, :n_recent].all()) else recent[:, :n_recent]
-    if old is None and recent is None:
-        return None
-    filled = [
-        torch.ones(layer.batch, n, dtype=torch.bool) if part is None else part
-        for part, n in ((old, layer.n_old), (recent, n_recent))
-    ]
-    return torch.cat([part.to(layer.device) for part in filled], dim=-1)

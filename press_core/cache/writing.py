@@ -14,7 +14,7 @@ from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.memory import Key, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import reading_needs
+from press_core.cache.slots import reading_needs
 from press_core.cache.tokens import Kept, Uneven
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
@@ -51,7 +51,8 @@ def store(cache: Any, site: AttentionSite, decisions: Decisions, key: Key) -> Pr
         return None
     else:
         layer = _even(old, site, decisions)
-    layer.memories = _memories(old, decisions, key)
+    for other, memory in _memories(old, decisions, key).items():
+        layer.remember(other, memory)
     cache.layers[index] = layer
     layer.is_first = mask_layer(cache) is layer
     layer.needs |= reading_needs(cache, layer, site)

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from press_core.cache.caches import is_empty, known, mask_layer
 from press_core.cache.positions import tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import reading_needs
+from press_core.cache.slots import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
 from press_core.model.decoder import device_of

@@ -177,9 +177,9 @@ def _twin(module: nn.Module) -> nn.Module:
     """A copy with the same tensors, which can replace its buffers without changing `module`."""
     if next(module.children(), None) is not None:
         return copy.deepcopy(module)
-    twin = copy.copy(module)  # deepcopy would also copy its config
-    containers = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (dict, set))}
-    vars(twin).update(containers)
+    twin = object.__new__(type(module))  # deepcopy would also copy its config
+    own = vars(module).items()
+    vars(twin).update({k: copy.copy(v) if isinstance(v, (dict, set)) else v for k, v in own})
     return twin
 
 

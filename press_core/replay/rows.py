@@ -152,6 +152,7 @@ class ReplayPress(RatioPress, InstalledPress):
         """Raise before the decoder runs over a context that cannot be replayed."""
         if self.compression_ratio and forward.is_context:
             self._real_tokens(forward)
+            self._require_plain(scope, forward.cache)
         return forward.given
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
@@ -163,14 +164,7 @@ class ReplayPress(RatioPress, InstalledPress):
         cache = cache_after(forward, output)
         if cache is None or self.compression_ratio == 0:
             return
-        for site in scope.sites:
-            layer = cache.layers[site.layer_idx]
-            if type(layer) is not DynamicLayer:
-                raise UnsupportedCacheError(
-                    f"{type(self).__name__} replays whole contexts, and layer "
-                    f"{site.layer_idx} is a {type(layer).__name__}; use it alone, with a "
-                    "DynamicCache"
-                )
+        self._require_plain(scope, cache)
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
         following = _next_positions(forward.given.get("position_ids"), ids)
         decided = []
@@ -183,6 +177,15 @@ class ReplayPress(RatioPress, InstalledPress):
             joining = [joins[depth] for _, joins in decided if joins]
             even = self.evicts is Evicts.TOKENS
             store_chosen(scope, cache, site, tokens, chosen, joining, even)
+
+    def _require_plain(self, scope: ScopeState, cache: Any) -> None:
+        layers = dict(enumerate(getattr(cache, "layers", ())))
+        for index in layers.keys() & {site.layer_idx for site in scope.sites}:
+            if type(layers[index]) is not DynamicLayer:
+                raise UnsupportedCacheError(
+                    f"{type(self).__name__} replays whole contexts, and layer {index} is a "
+                    f"{type(layers[index]).__name__}; use it alone, with a DynamicCache"
+                )
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
         """Which tokens of a context are not padding, `(B, S)` bool; None: all.

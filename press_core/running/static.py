@@ -118,6 +118,10 @@ class PrunedStaticLayer(PrunedLayer):
             )
 
     def drop_last(self, n: int) -> None:
+        if not isinstance(self.inner, Buffer):
+            raise UnsupportedCacheError(
+                "a static layer that nothing was evicted from cannot be cropped; use a DynamicCache"
+            )
         self.inner.drop_last(n)
 
     def select_rows(self, rows: Tensor) -> None:

@@ -1,0 +1,59 @@
+"""Slots of pruned layers: which hold tokens, and what it takes to read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from press_core.cache.caches import columns_of, mask_layer
+from press_core.cache.masks import visible_tokens
+from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import ReadingNeeds
+from press_core.model.sites import AttentionSite
+
+
+def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
+    """What later forwards need to read `layer` of `site`; `cache` must hold it already."""
+    needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
+    if layer.kept.is_padded:
+        needs |= ReadingNeeds.MASK
+    if layer.columns(1) != columns_of(first, 1):
+        # Only these implementations of transformers take no mask for a single token.
+        unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
+        unmasked = unmasked and layer.room is None
+        needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
+    if layer.is_rerotated:
+        keeps_count = layer.kept.is_padded or site.place.keeps_count
+        if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
+            needs |= ReadingNeeds.MASK
+    return needs
+
+
+def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
+    """A mask without the columns of slots that are still empty after `n_new` more tokens."""
+    columns = layer.columns(n_new)
+    n_empty = columns - layer.n_old - layer.n_recent - n_new
+    fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
+    return mask[..., :-n_empty] if n_empty > 0 and fits else mask
+
+
+def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:
+    """Which slots of a layer hold a token (neither empty nor padding), `(B, S)` bool; None: all.
+
+    Args:
+        mask: the forward's attention mask, in any form.
+        n_tokens: tokens of the forward.
+        n_held: how many of them the layer holds already: none before its attention, all after it.
+    """
+    n_recent, old = layer.n_recent, layer.kept.occupied(layer.device)
+    recent = visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)
+    recent = None if recent is None or bool(recent[:, :n_recent].all()) else recent[:, :n_recent]
+    if old is None and recent is None:
+        return None
+    filled = [
+        torch.ones(layer.batch, n, dtype=torch.bool) if part is None else part
+        for part, n in ((old, layer.n_old), (recent, n_recent))
+    ]
+    return torch.cat([part.to(layer.device) for part in filled], dim=-1)
