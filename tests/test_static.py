@@ -46,14 +46,34 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
         assert torch.equal(kept, of_static)
 
 
+@in_turn("name, padding", PRESSES, [0, 6])
+def test_generate_builds_a_mask_that_may_be_as_wide_as_one_over_all_tokens(package, name, padding):
+    model, (ids, mask, _) = build("llama"), left_padded(2, 20, [padding, 0])
+    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)
+    given = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    with PRESSES[name](package)(model):
+        found = [
+            model.generate(ids, attention_mask=mask, past_key_values=c, **given) for c in caches
+        ]
+    assert torch.equal(*found)
+
+
+def test_a_layer_is_helped_once_in_two_scopes():
+    model, found = build("llama"), []
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=48)):
+        with hooks_impl.KnormPress(0.0)(model):
+            found.append(run(model, PRESSES["layers"](hooks_impl), cache, 6))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
 @both
-@pytest.mark.parametrize("name", ["keys", "heads", "rerotated"])
+@pytest.mark.parametrize("name", ["keys", "heads", "layers", "rerotated"])
 def test_a_mask_over_all_tokens_hides_those_that_it_names(package, name):
     """Its columns are no slots of a buffer; those of the first tokens may be missing."""
     model, ids = build("llama"), token_ids(1, 24)
     seen = torch.ones(24, 24, dtype=torch.bool).tril()[None, None, 20:]
     seen[..., 1:, 20] = False
-    static = [StaticCache(config=model.config, max_cache_len=48) for _ in range(2)]
+    static = [StaticCache(config=model.config, max_cache_len=n) for n in (34, 48)]
     logits = []
     for cache, first in zip((DynamicCache(config=model.config), *static), (0, 0, 9), strict=True):
         with PRESSES[name](package)(model):
@@ -72,6 +92,7 @@ def test_a_mask_over_all_tokens_hides_those_that_it_names(package, name):
         ("heads", True, False),
         ("layers", False, False),
         ("rerotated", True, False),
+        ("rerotated", False, True),
     ],
 )
 def test_a_step_compiles_as_one_graph(package, name, is_static, masked):
@@ -86,7 +107,7 @@ def test_a_step_compiles_as_one_graph(package, name, is_static, masked):
             steps = []
             for n in range(20, 26):
                 mask = torch.ones(1, n + 1, dtype=torch.long) if masked else None
-                given = {"attention_mask": mask, "past_key_values": cache}
+                given = {"attention_mask": mask, "past_key_values": cache, "return_dict": True}
                 steps.append(step(ids[:, n : n + 1], **given).logits)
             logits.append(torch.cat(steps))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
@@ -111,6 +132,8 @@ def test_a_full_buffer_is_an_error(name):
     model = build("llama")
     cache = StaticCache(config=model.config, max_cache_len=22)
     with PRESSES[name](hooks_impl)(model):
+        with pytest.raises(UnsupportedCacheError, match="room for 22 tokens"):
+            model(token_ids(1, 23), past_key_values=cache)
         model(token_ids(1, 20), past_key_values=cache)
         with pytest.raises(UnsupportedCacheError, match="room for 2 tokens"):
             model(token_ids(1, 3), past_key_values=cache)

@@ -179,7 +179,7 @@ def _twin(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module)
     twin = object.__new__(type(module))  # deepcopy would also copy its config
     own = vars(module).items()
-    vars(twin).update({k: copy.copy(v) if isinstance(v, (dict, set)) else v for k, v in own})
+    vars(twin).update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in own})
     return twin
 
 

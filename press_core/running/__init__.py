@@ -23,6 +23,7 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     refused.refuse_draft_tokens,
     chunks.announce,
     sliding.let_slide,
+    static.require_room,
     quantized.stage,
 )
 """Called when a forward enters the decoder."""
@@ -40,5 +41,4 @@ __all__ = [
     "eager_in_contexts",
     "remembered",
     "require_causal",
-    "static",
 ]

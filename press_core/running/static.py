@@ -18,6 +18,25 @@ from press_core.cache.kinds import KINDS
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
+from press_core.forward import Forward
+from press_core.scope import ScopeState
+
+
+def require_room(scope: ScopeState, forward: Forward) -> None:
+    """Raise if a context does not fit into a static cache; torch's own error says only an index."""
+    layers = getattr(forward.cache, "layers", [])
+    for site in scope.sites:
+        layer: Any = layers[site.layer_idx] if site.layer_idx < len(layers) else None
+        if forward.is_context and type(layer) is StaticLayer:
+            _require_room(forward.n_tokens, layer.max_cache_len)
+
+
+def _require_room(n: int, room: int) -> None:
+    if n > room:
+        raise UnsupportedCacheError(
+            f"the static cache is full: it has room for {room} tokens, and {n} are appended; "
+            "make it longer, StaticCache(config, max_cache_len=...), or use a DynamicCache"
+        )
 
 
 class Buffer:
@@ -59,11 +78,7 @@ class Buffer:
             UnsupportedCacheError: if the buffer is full.
         """
         n, room = keys.shape[-2], self.max_cache_len - self.used
-        if n > room:
-            raise UnsupportedCacheError(
-                f"the static cache is full: it has room for {room} tokens, and {n} are appended; "
-                "make it longer, StaticCache(config, max_cache_len=...), or use a DynamicCache"
-            )
+        _require_room(n, room)
         slots = torch.arange(n, device=self.keys.device) + self.filled
         self.filled.add_(n)
         self.used += n
