@@ -1,5 +1,7 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -74,6 +76,19 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
     parts = hooks_impl.KnormPress(0.5), hooks_impl.StreamingLLMPress(0.5)
     composed = hooks_impl.ComposedPress([*parts])
     assert lengths(OneAfterTheOther(*parts)) == lengths(composed) == [[10, 10]] * 2
+    with pytest.raises(HyperparameterError, match="forward_hook"):
+        hooks_impl.PrefillDecodingPress(OneAfterTheOther(*parts))
+
+
+def norms(*given):
+    return given[-4].norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    "score", [staticmethod(norms), classmethod(norms), partialmethod(norms, 1)]
+)
+def test_scores_that_are_methods_of_other_kinds(score):
+    assert lengths(type("Own", (hooks_impl.ScorerPress,), {"score": score})(0.5)) == [[20, 20]] * 2
 
 
 # ---- ways to evict -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from press_core import UnsupportedInputError
+from press_core import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
 from tests.press_core.drawn import BATCH, HEADS, KV, KV_HEADS, drawn, drawn_call, site
 
@@ -85,6 +85,21 @@ def test_states_of_all_tokens_are_all_tokens():
     assert not eviction.is_whole, "a press may have changed the states"
     assert torch.equal(eviction.next_call().keys, 2 * call.keys)
     assert Eviction.of(call, eviction) is eviction
+
+
+def test_what_does_not_fit_the_call_is_refused():
+    call, mask = _call(), torch.ones(BATCH, KV_HEADS, LENGTH)
+    k, v = call.keys, call.values
+    short, long = (k[:, :, :4], v[:, :, :3]), (torch.cat((k, k), 2), torch.cat((v, v), 2))
+    for bad in (None, "kv", k, (k, v, v), short, long, (k[:, :, :0], v[:, :, :0]), (k[:, :1], v)):
+        with pytest.raises(PressError, match="compress returned"):
+            Eviction.of(call, bad)
+    for bad in (ALL[:, :1], ALL[..., :0], ALL.int(), [0, 1]):
+        with pytest.raises(PressError, match=r"Eviction\.keep was given"):
+            Eviction.keep(call, bad)
+    for bad in (mask, mask[..., 1:] > 0):
+        with pytest.raises(PressError, match="keep_per_head"):
+            Eviction.keep_per_head(call, bad)
 
 
 # ---- rerotated -----------------------------------------------------------------------------------
