@@ -80,15 +80,14 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
         hooks_impl.PrefillDecodingPress(OneAfterTheOther(*parts))
 
 
-def norms(*given):
-    return given[-4].norm(dim=-1)
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
+def test_scores_that_are_methods_of_other_kinds(kind):
+    def score(module, states, keys, *others):
+        return keys.norm(dim=-1)
 
-
-@pytest.mark.parametrize(
-    "score", [staticmethod(norms), classmethod(norms), partialmethod(norms, 1)]
-)
-def test_scores_that_are_methods_of_other_kinds(score):
-    assert lengths(type("Own", (hooks_impl.ScorerPress,), {"score": score})(0.5)) == [[20, 20]] * 2
+    method = kind(score if kind is staticmethod else lambda _, *given: score(*given))
+    press = type("Own", (hooks_impl.ScorerPress,), {"score": method})
+    assert lengths(press(0.5)) == [[20, 20]] * 2
 
 
 # ---- ways to evict -------------------------------------------------------------------------------

@@ -88,18 +88,18 @@ def test_states_of_all_tokens_are_all_tokens():
 
 
 def test_what_does_not_fit_the_call_is_refused():
-    call, mask = _call(), torch.ones(BATCH, KV_HEADS, LENGTH)
+    call = _call()
     k, v = call.keys, call.values
-    short, long = (k[:, :, :4], v[:, :, :3]), (torch.cat((k, k), 2), torch.cat((v, v), 2))
-    for bad in (None, "kv", k, (k, v, v), short, long, (k[:, :, :0], v[:, :, :0]), (k[:, :1], v)):
-        with pytest.raises(PressError, match="compress returned"):
-            Eviction.of(call, bad)
-    for bad in (ALL[:, :1], ALL[..., :0], ALL.int(), [0, 1]):
-        with pytest.raises(PressError, match=r"Eviction\.keep was given"):
-            Eviction.keep(call, bad)
-    for bad in (mask, mask[..., 1:] > 0):
-        with pytest.raises(PressError, match="keep_per_head"):
-            Eviction.keep_per_head(call, bad)
+    pairs = (k[:, :, :4], v), (k[:, :1], v), (k[:, :, :0], v[:, :, :0]), (k.int(), v), (k[0], v[0])
+    longer = k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)
+    for kind, several in (
+        (Eviction.of, (None, "kv", k, (k, v, v), longer, *pairs)),
+        (Eviction.keep, (ALL[:, :1], ALL[..., :0], ALL.int(), [0, 1])),
+        (Eviction.keep_per_head, (ALL, ALL[..., 1:] > 0)),
+    ):
+        for bad in several:
+            with pytest.raises(PressError, match=r"returned|given"):
+                kind(call, bad)
 
 
 # ---- rerotated -----------------------------------------------------------------------------------
