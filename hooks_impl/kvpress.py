@@ -15,10 +15,13 @@ from press_core import engine
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
+from press_core.fields import require
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions
 from press_core.observing import AttentionPass
 from press_core.press import Press, also_needs
+from press_core.presses.composed import Composed, PerLayerCompression
+from press_core.presses.decoding import PrefillDecoding
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -71,7 +74,20 @@ class KvpressCompatible(Press):
                 also_needs(cls, Needs.HIDDEN_STATES)
             if method is None or hasattr(method, "takes_both"):
                 continue
-            setattr(cls, name, _taking_both(method, translate))
+            setattr(cls, name, _taking_both(method, translate, cls))
+
+    def validate(self) -> None:
+        super().validate()
+        if not isinstance(self, (Composed, PerLayerCompression, PrefillDecoding)):
+            return
+        for name, part in self._named_parts():  # their hooks are those that kvpress calls
+            kind: Any = type(part)
+            has_none = kind.forward_hook is KvpressCompatible.forward_hook
+            allowed = (
+                "without a forward_hook of its own, which would never be called here: in "
+                f"{kind.__name__}, override compress or score (or budget) instead"
+            )
+            require(self, name, has_none, allowed)
 
     @property
     def observed_phases(self) -> Phase:
@@ -106,27 +122,37 @@ class KvpressCompatible(Press):
 # ---- the two signatures of a method --------------------------------------------------------------
 
 
-def _taking_both(method: Callable[..., Any], translate: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that can be called with an `AttentionCall` or with kvpress's six arguments."""
-    parameters = inspect.signature(method).parameters.values()
-    takes_call = len(parameters) == 2 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+def _taking_both(method: Any, translate: Callable[..., Any], cls: type) -> Callable[..., Any]:
+    """A method that can be called with an `AttentionCall` or with kvpress's six arguments.
 
-    @wraps(method)
+    Args:
+        method: as the class holds it: a function, or a static, class or partial method.
+    """
+    parameters = inspect.signature(_bound(method, object(), cls)).parameters.values()
+    takes_call = len(parameters) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+
+    @wraps(_bound(method, None, cls))
     def both(press: Any, *args: Any, **kwargs: Any) -> Any:
         call = args[0] if len(args) == 1 and isinstance(args[0], AttentionCall) else None
+        bound = _bound(method, press, type(press))
         if takes_call:
-            return method(press, call_of(press, *args, **kwargs) if call is None else call)
+            return bound(call_of(press, *args, **kwargs) if call is None else call)
         if call is None:
-            return method(press, *args, **kwargs)
-        return translate(method, press, call)
+            return bound(*args, **kwargs)
+        return translate(bound, press, call)
 
     both.takes_both = True  # type: ignore[attr-defined]
     return both
 
 
+def _bound(method: Any, press: Any, cls: type) -> Any:
+    """What `press.method` is in Python, for a `press` of the class `cls`; None: `cls.method`."""
+    return method.__get__(press, cls) if hasattr(method, "__get__") else method
+
+
 def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
     module, *others = arguments(call)
-    kept = method(press, module, *others)
+    kept = method(module, *others)
     hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
     if hidden is None:
         return kept
@@ -145,11 +171,11 @@ def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> An
     module, states, *others = arguments(call)
     tokens = call.at.tokens
     if tokens is None or bool((tokens < 0).any()):  # some keys' hidden states are not known
-        return method(press, module, states, *others)
+        return method(module, states, *others)
 
     def of_keys(tokens: Tensor) -> Any:
         index = tokens.unsqueeze(-1).expand(-1, -1, states.shape[-1])
-        return method(press, module, states.gather(1, index), *others)
+        return method(module, states.gather(1, index), *others)
 
     if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
         return of_keys(tokens[:, 0])

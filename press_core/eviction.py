@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedInputError
+from press_core.errors import PressError, UnsupportedInputError
 from press_core.model.rotary import NoRotation
 from press_core.select import gather_each
 
@@ -73,7 +73,12 @@ class Eviction:
 
     @classmethod
     def keep(cls, call: AttentionCall, positions: Tensor) -> Eviction:
-        """Keep the keys and values at `positions` `(B, H_kv, n)` int64, ascending."""
+        """Keep the keys and values at `positions` `(B, H_kv, n)` int64, ascending; `n >= 1`.
+
+        Raises:
+            PressError: if `positions` have another shape or dtype.
+        """
+        _check_indices("keep", call, positions, torch.int64)
         keys, values = gather_each(positions, call.keys, call.values)
         return cls(call, keys, values, positions)
 
@@ -81,7 +86,12 @@ class Eviction:
     def keep_per_head(
         cls, call: AttentionCall, mask: Tensor, carried: Mapping[str, Tensor] | None = None
     ) -> Eviction:
-        """Keep the tokens in `mask` `(B, H_kv, S)` bool: their number may differ between heads."""
+        """Keep the tokens in `mask` `(B, H_kv, S)` bool: their number may differ between heads.
+
+        Raises:
+            PressError: if `mask` has another shape or dtype.
+        """
+        _check_indices("keep_per_head", call, mask, torch.bool)
         return replace(cls._all(call), head_mask=mask, carried=carried or {})
 
     @classmethod
@@ -112,8 +122,24 @@ class Eviction:
 
     @classmethod
     def of(cls, call: AttentionCall, returned: Any) -> Eviction:
-        """What the `compress` of a press returned for `call`, an Eviction or keys and values."""
-        return returned if isinstance(returned, cls) else cls.from_states(call, *returned)
+        """What the `compress` of a press returned for `call`, an Eviction or keys and values.
+
+        Raises:
+            PressError: if it is neither, or keys and values do not fit `call`.
+        """
+        if isinstance(returned, cls):
+            return returned
+        is_several = isinstance(returned, (tuple, list, Iterator))
+        given = tuple(returned) if is_several else (returned,)
+        if not _are_states_of(call, given):
+            (batch, heads, length, d), d_values = call.keys.shape, call.values.shape[-1]
+            shapes = f"({batch}, {heads}, n, {d}) and ({batch}, {heads}, n, {d_values})"
+            raise PressError(
+                f"compress returned {', '.join(map(_described, given[:3])) or 'nothing'}; return "
+                f"an Eviction, or keys and values {shapes} {call.keys.dtype} on "
+                f"{call.keys.device} with 1 <= n <= {length}, taken from those that it was given"
+            )
+        return cls.from_states(call, *given)
 
     # ---- derived values --------------------------------------------------------------------------
 
@@ -187,3 +213,44 @@ class Eviction:
 def _all_tokens(keys: Tensor) -> Tensor:
     """`(B, H_kv, n)` int64: indices of all `keys` `(B, H_kv, n, d)`."""
     return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+
+
+# ---- checks: of metadata only, as reading values would wait for the GPU --------------------------
+
+
+def _are_states_of(call: AttentionCall, given: tuple[Any, ...]) -> bool:
+    """Whether `given` are keys and values `(B, H_kv, n, d)` that may be kept of `call`."""
+    if len(given) != 2 or not all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
+        return False
+    n = given[0].shape[2]
+    return 1 <= n <= call.length and all(
+        x.shape == (*own.shape[:2], n, own.shape[3])
+        and (x.dtype, x.device) == (own.dtype, own.device)
+        for x, own in zip(given, (call.keys, call.values), strict=True)
+    )
+
+
+def _check_indices(kind: str, call: AttentionCall, given: Any, dtype: torch.dtype) -> None:
+    """Raise unless `given` is `(B, H_kv, S)` of `dtype`, or `(B, H_kv, n)` if these are integers.
+
+    Raises:
+        PressError: with what was given and what `Eviction.<kind>` takes.
+    """
+    batch, heads, length = call.keys.shape[:3]
+    is_mask = dtype is torch.bool
+    if isinstance(given, Tensor) and given.ndim == 3 and given.dtype is dtype:
+        n = given.shape[2]
+        if given.shape[:2] == (batch, heads) and (n == length if is_mask else n != 0):
+            return
+    last = length if is_mask else "n >= 1"
+    raise PressError(
+        f"Eviction.{kind} was given {_described(given)}; it takes a tensor ({batch}, {heads}, "
+        f"{last}) {dtype}; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same"
+    )
+
+
+def _described(given: Any) -> str:
+    """What a press gave, for an error message: shape and dtype of a tensor, or the type."""
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    return f"a tensor {tuple(given.shape)} {given.dtype} on {given.device}"

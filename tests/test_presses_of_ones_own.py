@@ -1,5 +1,7 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -74,6 +76,18 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
     parts = hooks_impl.KnormPress(0.5), hooks_impl.StreamingLLMPress(0.5)
     composed = hooks_impl.ComposedPress([*parts])
     assert lengths(OneAfterTheOther(*parts)) == lengths(composed) == [[10, 10]] * 2
+    with pytest.raises(HyperparameterError, match="forward_hook"):
+        hooks_impl.PrefillDecodingPress(OneAfterTheOther(*parts))
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
+def test_scores_that_are_methods_of_other_kinds(kind):
+    def score(module, states, keys, *others):
+        return keys.norm(dim=-1)
+
+    method = kind(score if kind is staticmethod else lambda _, *given: score(*given))
+    press = type("Own", (hooks_impl.ScorerPress,), {"score": method})
+    assert lengths(press(0.5)) == [[20, 20]] * 2
 
 
 # ---- ways to evict -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from press_core import UnsupportedInputError
+from press_core import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
 from tests.press_core.drawn import BATCH, HEADS, KV, KV_HEADS, drawn, drawn_call, site
 
@@ -85,6 +85,21 @@ def test_states_of_all_tokens_are_all_tokens():
     assert not eviction.is_whole, "a press may have changed the states"
     assert torch.equal(eviction.next_call().keys, 2 * call.keys)
     assert Eviction.of(call, eviction) is eviction
+
+
+def test_what_does_not_fit_the_call_is_refused():
+    call = _call()
+    k, v = call.keys, call.values
+    pairs = (k[:, :, :4], v), (k[:, :1], v), (k[:, :, :0], v[:, :, :0]), (k.int(), v), (k[0], v[0])
+    longer = k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)
+    for kind, several in (
+        (Eviction.of, (None, "kv", k, (k, v, v), longer, *pairs)),
+        (Eviction.keep, (ALL[:, :1], ALL[..., :0], ALL.int(), [0, 1])),
+        (Eviction.keep_per_head, (ALL, ALL[..., 1:] > 0)),
+    ):
+        for bad in several:
+            with pytest.raises(PressError, match=r"returned|given"):
+                kind(call, bad)
 
 
 # ---- rerotated -----------------------------------------------------------------------------------
