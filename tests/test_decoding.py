@@ -206,8 +206,9 @@ def test_a_row_that_begins_with_fewer_tokens_than_sinks(package):
     assert (logits[0] - logits[1]).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("n_padding", [1, 3])  # positions go on over one that is not counted
 @pytest.mark.parametrize("rerotate", [False, True])
-def test_padding_in_a_later_turn(package, rerotate):
+def test_padding_in_a_later_turn(package, rerotate, n_padding):
     """Each row decodes as it does alone, though a question of the batch was padded."""
     model, press = make(), package.StreamingLLMDecodingPress(16, 3, rerotate)
     context, question, *steps = forwards([20, 8, 1, 1, 1, 1, 1, 1], batch=2)
@@ -216,12 +217,12 @@ def test_padding_in_a_later_turn(package, rerotate):
     with press(model):
         for n, ids in enumerate((context, question, *steps)):
             new = torch.ones_like(ids)
-            new[0, :3] = n != 1
+            new[0, :n_padding] = n != 1
             mask = torch.cat((mask, new), dim=1)
             where = (mask.cumsum(dim=-1) - 1)[:, -ids.shape[1] :]
             given = {"attention_mask": mask, "position_ids": where.clamp(min=0)}
             found = model(ids, past_key_values=cache, **given).logits
-            expected = model(ids[:1, 3:] if n == 1 else ids[:1], past_key_values=alone).logits
+            expected = model(ids[:1, n_padding if n == 1 else 0 :], past_key_values=alone).logits
             assert (found[0, -1] - expected[0, -1]).abs().max() < 1e-5
 
 

@@ -6,7 +6,8 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import PressError, ScopeError
+from press_core import PressError, ScopeError, kept_lengths
+from press_core.cache.pruned import CROP_TAKES_LENGTH
 from tests.support import both, build, example_for, filled, left_padded, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
@@ -78,7 +79,7 @@ SCORES = {
 }
 
 
-def scoring(package, change):
+def scoring(package, change, ratio=0.5):
     """A press of a user, whose scores are wrong."""
 
     class MyPress(package.ScorerPress):
@@ -86,7 +87,7 @@ def scoring(package, change):
             keys = args[2] if package is hooks_impl else args[0].keys
             return change(keys.norm(dim=-1))
 
-    return MyPress(0.5)
+    return MyPress(ratio)
 
 
 @both
@@ -98,3 +99,26 @@ def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
     press = press if around == "alone" else package.AdaKVPress(press)
     with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said}"):
         model(token_ids(1, 20))
+
+
+# ---- what a refusal leaves, and what infinite scores leave ---------------------------------------
+
+
+def test_a_crop_that_some_layers_refuse_leaves_no_cache_to_read(package):
+    model, cache = build("llama", num_layers=2), DynamicCache()
+    with package.PerLayerCompressionPress(package.KnormPress(0.5), [0.0, 0.5])(model):
+        model(token_ids(1, 20), past_key_values=cache)
+        with pytest.raises(PressError, match="crop"):
+            cache.crop(17 if CROP_TAKES_LENGTH else -3)
+        with pytest.raises(ScopeError, match="crop"):
+            model(token_ids(1, 1), past_key_values=cache)
+
+
+def test_every_head_keeps_its_share_beside_infinite_scores(package):
+    def change(scores):
+        return scores.masked_fill(torch.arange(20) < 18, float("inf"))
+
+    press = package.AdaKVPress(scoring(package, change, 0.7), alpha_safeguard=0.5)
+    with press(build("llama")) as scope:
+        cache = scope.model(token_ids(1, 20)).past_key_values
+    assert all(int(n.min()) >= 3 for n in kept_lengths(cache))

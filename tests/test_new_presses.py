@@ -1,5 +1,7 @@
 """H2O and budgets in tokens, on whole models."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -74,6 +76,8 @@ def test_two_scopes_remember_apart(package):
             assert len(cache.layers[0].memories) == 2
             memories = cache.layers[0].memories.values()
             assert {x.shape[-1] for m in memories for x in m.slots.values()} == {14}
+        copied = copy.deepcopy(cache)
+    assert not any(layer.memories for layer in (*cache.layers, *copied.layers))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [14, 14]
 
 

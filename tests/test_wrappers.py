@@ -98,6 +98,10 @@ PAIRS = {
         p.SnapKVPress(0.5, window_size=6),
     ),
     "knorm, rerotation": lambda p: (p.KnormPress(0.4), p.KeyRerotationPress(p.KeyDiffPress(0.5))),
+    "knorm, rerotated queries": lambda p: (
+        p.KnormPress(0.4),
+        p.KeyRerotationPress(p.TOVAPress(0.5)),
+    ),
     "think, knorm": lambda p: (p.ThinKPress(0.4, window_size=8), p.KnormPress(0.5)),
     "knorm, think": lambda p: (p.KnormPress(0.4), p.ThinKPress(0.4, window_size=8)),
     "critical, block": lambda p: (

@@ -28,7 +28,7 @@ from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInpu
 from press_core.forward import OneMask, current
 
 # transformers 5.2 crops to a length; later releases take the number of tokens to remove.
-_CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 
 def _of_inner(name: str) -> Any:
@@ -341,7 +341,7 @@ class PrunedLayer(DynamicLayer):
         Raises:
             UnsupportedCacheError: if fewer tokens were appended after pruning.
         """
-        to_length = tokens > 0 or (tokens == 0 and _CROP_TAKES_LENGTH)
+        to_length = tokens > 0 or (tokens == 0 and CROP_TAKES_LENGTH)
         remove = max(0, self.get_seq_length() - tokens) if to_length else -tokens
         if not remove:
             return

@@ -116,6 +116,12 @@ def test_bytes_that_were_changed(name, data):
     read(name, bytes(content[: data.draw(ends | st.integers(0, len(content)))]))
 
 
+def test_a_bit_of_a_key_that_was_changed():
+    content = bytearray(whole_file("SnapKVPress"))
+    content[-1] ^= 1
+    assert read("SnapKVPress", bytes(content)) is None
+
+
 @FUZZED
 @given(KINDS, st.data())
 def test_headers_and_tensors_that_were_changed(name, data):
