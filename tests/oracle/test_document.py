@@ -26,7 +26,7 @@ arguments are in [`cases.py`](../tests/oracle/cases.py). `make parity` writes th
 ## Same tokens
 
 *With*: presses inside it, models and precisions other than Llama in float64. The last two columns
-count the KV heads that hold the same.
+count the KV heads that hold the same tokens.
 
 | press | runs | with | hooks | patches |
 |---|--:|---|--:|--:|
