@@ -1,10 +1,12 @@
 """What a press cannot do is a clear error, and leaves nothing behind."""
 
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
@@ -50,92 +52,7 @@ WITHIN = {
     "decoding": lambda p: p.DecodingPress(p.KnormPress()),
     "dms": lambda p: p.DMSPress(p.KnormPress(), 0.0),
 }
-SCORES = "ScorerPress or CriticalKVPress"
-LATER, LAST = "after the prefill", "is the last"
-REFUSED = {
-    "StreamingLLMPress(n_sink=-1)": r"StreamingLLMPress\(n_sink=-1\)",
-    "SnapKVPress(window_size=0)": r"SnapKVPress\(window_size=0\)",
-    "SnapKVPress(kernel_size=4)": r"SnapKVPress\(kernel_size=4\)",
-    "SnapKVPress(window_size=2.5)": "window_size .*not a float",
-    "SnapKVPress(window_size=True)": "window_size .*not a bool",
-    "ExpectedAttentionPress(n_future_positions=0)": r"\(n_future_positions=0\)",
-    "ExpectedAttentionPress(n_sink=-1)": r"ExpectedAttentionPress\(n_sink=-1\)",
-    "ExpectedAttentionPress(epsilon=-1.0)": r"ExpectedAttentionPress\(epsilon=-1.0\)",
-    "LagKVPress(n_sink=-1)": r"LagKVPress\(n_sink=-1\)",
-    "LagKVPress(lag_size=0)": r"LagKVPress\(lag_size=0\)",
-    "KnormPress('0.5')": "='0.5'.*number",
-    "KnormPress(None)": "=None.*number",
-    "KnormPress([0.5])": r"=\[0.5\].*number",
-    "KnormPress(False)": "=False.*number",
-    "FinchPress(chunk_length='8')": "chunk_length .*not a str",
-    "FinchPress(rerotate_keys='no')": "rerotate_keys .*not a str",
-    "CURPress(leverage_type=['key'])": "leverage_type .*key, value",
-    "RandomPress(seed=1.0)": "seed .*whole number",
-    "PyramidKVPress(beta=0)": "beta .*1 or more",
-    "ThinKPress(1.0)": "key_channel_compression_ratio",
-    "SimLayerKVPress(1.5)": r"lazy_threshold .*\[0, 1\]",
-    "SimLayerKVPress(n_last=8, n_recent=8)": "n_recent .*n_last=8",
-    "StreamingLLMDecodingPress(max_capacity=4, n_sink=4)": "max_capacity .*above n_sink=4",
-    # in wrappers
-    "AdaKVPress(knorm, 1.5)": r"alpha_safeguard .*\[0, 1\]",
-    "CriticalKVPress(knorm, -1.0)": "epsilon .*0 or more",
-    "CriticalAdaKVPress(knorm, first_stage_ratio=2.0)": r"first_stage_ratio .*\[0, 1\]",
-    "ChunkPress(knorm, 0)": "chunk_length must be",
-    "ChunkKVPress(knorm, 0)": "chunk_length must be",
-    "BlockPress(knorm, 0)": "block_size must be",
-    "PerLayerCompressionPress(knorm, [0.5, 1.0])": r"compression_ratios .*\[0, 1\)",
-    "PerLayerCompressionPress(knorm, ['0.5', '0.5'])": "compression_ratios .*numbers",
-    "PerLayerCompressionPress(knorm, 0.5)": "compression_ratios .*numbers",
-    "PerLayerCompressionPress(SimLayerKVPress(), [0.5, 0.5])": "SimLayerKVPress.*ratio",
-    "PerLayerCompressionPress(decoding, [0.5])": "after the prefill",
-    "PerLayerCompressionPress(FastKVzipPress(), [0.2])": "each layer",
-    "DMSPress(knorm, None)": "threshold .*number",
-    "DMSPress(knorm, '0.5')": "threshold .* str",
-    "DMSPress(knorm, float('nan'))": "threshold .*number",
-    "DMSPress(knorm, 0.0, 0)": "sliding_window_size",
-    "DMSPress(SnapKVPress(), 0.0, decoding=True)": "decoding",
-    "DMSPress(ada, 0.0)": SCORES,
-    "DecodingPress(knorm, 0)": "compression_interval .*1 or more",
-    "DecodingPress(knorm, 1, 0)": "target_size .*1 or more",
-    "DecodingPress(TOVAPress(), hidden_states_buffer_size=0)": "buffer_size .*1 or more",
-    "DecodingPress(ada)": f"base_press .*{SCORES}",
-    "DecodingPress(decoding)": SCORES,
-    # not with each other
-    "ChunkPress(ada)": SCORES,
-    "ChunkKVPress(ada)": SCORES,
-    "BlockPress(ada)": SCORES,
-    "CriticalKVPress(ada)": SCORES,
-    "AdaKVPress(ada)": SCORES,
-    "ChunkPress(decoding)": SCORES,
-    "KeyRerotationPress(ada)": "each head",
-    "KeyRerotationPress(ThinKPress(0.5))": "each head",
-    "KeyRerotationPress(decoding)": "after the prefill",
-    "KeyRerotationPress(StreamingLLMDecodingPress())": "after the prefill",
-    "ComposedPress([])": "at least one press",
-    "ComposedPress(None)": "presses must be",
-    "ComposedPress(knorm)": "presses must be",
-    "ComposedPress([ada, knorm])": LAST,
-    "ComposedPress([dms, knorm])": LAST,
-    "ComposedPress([ThinKPress(0.5, free_memory=True), knorm])": "is the last",
-    "ComposedPress([knorm, decoding])": LATER,
-    "ComposedPress([StreamingLLMDecodingPress()])": LATER,
-    "ComposedPress([DMSPress(knorm, 0.0, decoding=True)])": LATER,
-    "PrefillDecodingPress(ada, decoding)": "prefilling_press .*heads",
-    "PrefillDecodingPress(decoding, None)": "prefilling_press .*after the",
-    "PrefillDecodingPress(None, knorm)": "decoding_press .*a DecodingPress",
-    "PrefillDecodingPress(None, StreamingLLMDecodingPress())": "decoding_press .*a DecodingPress",
-    # no presses
-    "ChunkPress('knorm')": "press .*installed by",
-    "AdaKVPress(None)": "press .*installed by",
-    "ChunkPress(other)": "installed by",
-    "ComposedPress([knorm, other])": "installed by",
-    "DecodingPress(other)": "installed by",
-    "PrefillDecodingPress(other)": "installed by",
-    "PerLayerCompressionPress(other, [0.5])": "installed by",
-    "AdaKVPress(other)": "installed by",
-    "DMSPress(other, 0.0)": "installed by",
-    "KeyRerotationPress(other)": "installed by",
-}
+REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
 
 
 @both
