@@ -211,9 +211,9 @@ def collected(model, cache, ids):
 # ---- what cannot be ------------------------------------------------------------------------------
 
 HEADWISE = ["AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "FastKVzipPress"]
-HEADWISE += ["KVgradPress", "KVzipPress", "LUKVPress", "RestoreKVPress"]
-REFUSED = [*((name, "each head") for name in HEADWISE)]
-REFUSED += [("ThinKPress", "channels"), ("KVComposePress", "exact keys")]
+REPLAYING = ["KVComposePress", "KVgradPress", "KVzipPress", "RestoreKVPress"]
+REFUSED = [*((name, "each head") for name in [*HEADWISE, "LUKVPress"]), ("ThinKPress", "channels")]
+REFUSED += [(name, "whole contexts.*QuantizedLayer") for name in REPLAYING]
 
 
 @both

@@ -87,6 +87,7 @@ SELECTING = {
 @pytest.mark.parametrize("how", SELECTING)
 def test_rows_are_selected_with_everything_known_of_them(how):
     layer, key = pruned(n_later=1), Key()
+    key.is_open = True  # else a copy has no memory of it
     turned = torch.arange(KEPT, dtype=torch.int32).expand(BATCH, HEADS, KEPT)
     hidden, received = torch.randn(BATCH, 1, DIM), torch.randn(BATCH, HEADS, KEPT)
     layer.memories = {key: Memory(5, 6, (Step(1, {"hidden": hidden}),), {"received": received})}
