@@ -290,6 +290,9 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
     old = layer.old_seen(hidden_context(forward))
     own = ReadingNeeds.ATTENTION in layer.needs
     fits = mask is None or mask.shape[-1] == columns
+    # `generate` of transformers 5.2 counts other tokens than a cache of rerotated keys, and would
+    # let them see slots of a buffer that are still empty.
+    fits = fits and not (layer.is_rerotated and layer.room is not None)
     if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen - n_held + q):
         return mask
     recent = _recent(forward, mask, layer, columns - layer.n_old, n_held)
