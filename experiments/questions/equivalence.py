@@ -222,9 +222,7 @@ class Equivalence(Experiment[Options]):
     evidence = Evidence.BITS
     full = Options()
     quick = Options(family=("llama", "gemma3_text", "gpt_neox"), dtype=("bfloat16",))
-    claims: ClassVar = {
-        "bits": Claim(replace(quick, family=("llama",), attn=("sdpa",))),
-    }
+    claims: ClassVar = {"bits": Claim(replace(quick, family=("llama",), attn=("sdpa",)))}
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (length,) = own.at_most(Options.length)

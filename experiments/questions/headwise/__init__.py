@@ -214,23 +214,36 @@ _MEASURES = {
 # ---- findings ----------------------------------------------------------------------------------
 
 
-def points(row: Any) -> str:
+def points(row: Any, form: str = "{:+.1f}") -> str:
     """A difference and its interval in percentage points."""
     difference, low, high = (100 * row[name] for name in ("difference", "low", "high"))
-    return f"{difference:+.1f}{bracket(low, high, '+.1f')}"
+    return form.format(difference) + bracket(low, high, "+.1f")
+
+
+_SAID = "**{:+.1f}** points"
+
+_CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
+"""Presses beside related work, by the name of their finding."""
 
 
 def find_worth(tables: Tables) -> Iterator[Finding]:
-    """Whether head-wise budgets improve accuracy, and by how much."""
-    table, model = tables["headwise_difference"], tables["headwise_accuracy"]["model"].iloc[0]
-    overall = table[table["ratio"].isna() & (table["pair"] == ALL)].iloc[0]
-    mean, *interval = points(overall).split(" ", 1)
+    """How much head-wise budgets gain in accuracy, over all presses and by press."""
+    table, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
+    model, uniform = accuracy["model"].iloc[0], accuracy[accuracy["budgets"] == UNIFORM]
+    means = table[table["ratio"].isna()].set_index("pair").sort_values("difference")
+    overall, pairs = means.loc[ALL], means.drop(index=ALL)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    undecided = "made no measurable difference"
-    effect = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
-    text = f"Head-wise budgets {effect} on {model}: **{mean}** percentage points"
-    text = " ".join([text, *interval, "of right answers compared with uniform budgets."])
+    ends = [f"{100 * gain:+.1f} ({pair})" for pair, gain in pairs["difference"].items()]
+    text = (
+        f"Head-wise minus uniform budgets on {model}: {points(overall, _SAID)} of right answers; "
+        f"by press from {ends[0]} to {ends[-1]}."
+    )
     yield Finding("worth", text, "let heads share a budget", works)
+    for name, pair in _CITED.items():
+        gain = points(pairs.loc[pair], _SAID)
+        baseline = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
+        text = f"{pair} minus {baseline} on {model}, over all ratios: {gain} of right answers."
+        yield Finding(name, text)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:
