@@ -143,8 +143,7 @@ class Error(Experiment[Options]):
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(
-        press=("SnapKVPress", "AdaKVPress", "KnormPress", "StreamingLLMPress"),
-        samples=4,
+        press=("SnapKVPress", "AdaKVPress", "KnormPress", "StreamingLLMPress"), samples=4
     )
     redrawn = full
 

@@ -226,10 +226,7 @@ def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
 _NO_SLOWER = 1.05
 """A need is met if the interval of the ratio ends below this."""
 
-_IDLE = f"phase == 'decode' and press != '{_COUNTING}'"
-"""Eager steps with a press that does nothing in them."""
-
-_FINDINGS = data_of(__file__)
+_FINDINGS: dict[str, list[str]] = data_of(__file__)
 """By name: the query for rows, of which the slowest is reported, the sentence and the need."""
 
 
@@ -277,17 +274,13 @@ class Overhead(Experiment[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         found = []
-        for name, told in _FINDINGS.items():
-            for row in (
-                tables["overhead"].query(told["query"]).nlargest(1, "ratio").to_dict("records")
-            ):
+        for name, (query, sentence, need) in _FINDINGS.items():
+            for row in tables["overhead"].query(query).nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
-                text = told["sentence"].format(
-                    times, f"({press_label(row['press'])}, {row['model']})"
-                )
+                text = sentence.format(times, f"({press_label(row['press'])}, {row['model']})")
                 slowest = np.nanmax([row["ratio"], row["high"]])
                 works: Any = "works" if slowest < _NO_SLOWER else "costs"
-                found.append(Finding(name, text, told["need"], works if told["need"] else None))
+                found.append(Finding(name, text, need, works if need else None))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
@@ -298,8 +291,7 @@ class Overhead(Experiment[Options]):
         cells = [bracketed(row, "ratio") for row in rows.to_dict("records")]
         note = (
             f"Time of a decode step over the baseline's: medians, with {METHOD} over rounds. "
-            "kvpress and the hooks and bare model that it is divided by run in another "
-            "interpreter, with an older transformers."
+            "kvpress and its baselines run in another interpreter, with an older transformers."
         )
         return [wide_table(note, rows, ["model", "phase", "press"], "over", cells)]
 
@@ -316,7 +308,10 @@ class Overhead(Experiment[Options]):
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         found, named = [], {"hook": "hooks", "patch": "patches"}
-        for how, steps in {"eager": _IDLE, "compiled": "phase == 'compiled'"}.items():
+        for how, steps in {
+            "eager": f"phase == 'decode' and press != '{_COUNTING}'",
+            "compiled": "phase == 'compiled'",
+        }.items():
             rows = tables["overhead"].query(f"{steps} and baseline == 'bare'")
             slowest: Any = rows.groupby("mechanism", sort=False)["ratio"].max().rename(named)
             title = f"Slowest {how} decode step with a press, over without"

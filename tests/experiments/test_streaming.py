@@ -228,7 +228,7 @@ def test_slowing_down_is_told_apart_from_a_slower_machine():
     assert "2.38 in a full one" in pace.text
     assert (pace.number, growth.number, growth.verdict) == (1, 1, "works")
     table.loc[table["first"] == 150, "bytes"] *= 3
-    assert streaming.find_pace(table)[1].verdict == "breaks"
+    assert streaming.find_growth(table).verdict == "breaks"
 
 
 def test_the_table_and_the_figure_have_a_line_per_cache(table):

@@ -54,8 +54,7 @@ class Options:
         tuple[str, ...], several(str, "Attention implementation.", one_of(("eager", "sdpa")))
     ] = ("eager", "sdpa")
     oldest: Annotated[
-        bool,
-        typer.Option(help="Also sweep with the oldest supported transformers, if installed."),
+        bool, typer.Option(help="Also sweep with the oldest supported transformers, if installed.")
     ] = True
 
 
@@ -164,7 +163,7 @@ def figure(table: pd.DataFrame) -> Figure:
     """Number of decoders by press and by the mechanisms that are right on them."""
     reached = reach(table)
     counts = pd.crosstab(reached["press"], reached["reach"]).reindex(reached["press"].unique())
-    title = f"{reached['type'].nunique()} decoders of the installed transformers"
+    title = f"{reached['type'].nunique()} decoders"
     label = "Decoders by press (rows) and the mechanisms that are right on them"
     return heat_maps({title: counts}, label, "{:.0f}")
 

@@ -78,13 +78,11 @@ class Options:
     context: shared.Words = Task.context
     facts: shared.Facts = Task.facts
     contexts: Annotated[
-        tuple[int, ...],
-        typer.Option(min=64, help="Tokens in the timed cache. Repeatable."),
+        tuple[int, ...], typer.Option(min=64, help="Tokens in the timed cache. Repeatable.")
     ] = (1024, 4096, 16384)
     rounds: shared.Rounds = 11
     family: Annotated[
-        tuple[str, ...],
-        typer.Option(help="Architecture to test the four ways on. Repeatable."),
+        tuple[str, ...], typer.Option(help="Architecture to test the four ways on. Repeatable.")
     ] = ("llama", "gemma2", "gpt_oss")  # plain, with softcapped logits, with learned sinks
     seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
@@ -146,13 +144,12 @@ class Headwise(Experiment[Options]):
         return [show(tables[name]) for name, show in _VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        name = "headwise_difference"
-        return {name: draw_difference(tables[name])} if name in tables else {}
+        return {name: draw(tables) for name, draw in _FIGURES.items() if name in tables}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         if "headwise_decoding" not in tables:
             return []
-        rows = _most_evicted(tables)
+        rows = _most_evicted(tables).to_dict("index")
         bars = {"hooks": rows[_BY_HOOK]["share"], "patches": rows[_RAGGED]["share"]}
         ratio = rows[_RAGGED]["ratio"]
         return [Contrast(f"Bytes held with {ratio:.0%} evicted, of the full cache", bars)]
@@ -261,7 +258,7 @@ def find_patching(tables: Tables) -> Iterator[Finding]:
     yield Finding("patching", text, need, "works" if needless else "breaks", Evidence.REFERENCE)
 
 
-def _most_evicted(tables: Tables) -> dict[str, Any]:
+def _most_evicted(tables: Tables) -> pd.DataFrame:
     """Rows with the highest ratio at the context length nearest to 4,096 tokens, by condition, with
     the `share` of the full cache's bytes that is held."""
     decoding = tables["headwise_decoding"]
@@ -269,12 +266,12 @@ def _most_evicted(tables: Tables) -> dict[str, Any]:
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
     rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == pressed["ratio"].max())]
     share = rows["bytes"] / rows["full_bytes"]
-    return rows.assign(share=share).set_index("condition").to_dict("index")
+    return rows.assign(share=share).set_index("condition")
 
 
 def find_freeing(tables: Tables) -> Iterator[Finding]:
     """Bytes held with a mask set by a hook and with ragged storage; decode time on ragged heads."""
-    rows = _most_evicted(tables)
+    rows = _most_evicted(tables).to_dict("index")
     ragged = rows[_RAGGED]
     text = (
         f"With {ragged['ratio']:.0%} evicted head by head, ragged storage (patched attention) "
@@ -342,8 +339,9 @@ _VIEWS = {
 }
 
 
-def draw_difference(table: pd.DataFrame) -> Figure:
+def draw_difference(tables: Tables) -> Figure:
     """Head-wise minus uniform accuracy in percentage points, a panel per share evicted."""
+    table = tables["headwise_difference"]
     scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
     scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
@@ -352,3 +350,22 @@ def draw_difference(table: pd.DataFrame) -> Figure:
         f"evicted, with {METHOD} over contexts"
     )
     return ratio_figure(panels, label, "accuracy, head-wise minus uniform (points)", mark=0)
+
+
+def draw_decoding(tables: Tables) -> Figure:
+    """Bytes held and the time of a decode step by condition, a panel each."""
+    rows = _most_evicted(tables).rename_axis("label").reset_index()
+    rows["mechanism"] = rows["label"].map({UNIFORM: "bare", _BY_HOOK: "hook"}).fillna("patch")
+    context, ratio, held = rows["context"].iloc[0], rows["ratio"].iloc[0], rows["share"]
+    panels = {
+        "bytes held": rows.assign(ratio=held, low=held, high=held),
+        "time of a decode step": rows.assign(ratio=rows["time"]),
+    }
+    label = (
+        f"Bytes held, and time of a decode step with {METHOD} over rounds, by how a cache of "
+        f"{context:,} tokens with {ratio:.0%} evicted is stored and decoded"
+    )
+    return ratio_figure(panels, label, "over those of the full cache")
+
+
+_FIGURES = {"headwise_difference": draw_difference, "headwise_decoding": draw_decoding}
