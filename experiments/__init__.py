@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # this imports pandas, which would slow --help down
@@ -18,7 +19,7 @@ QUESTION = (
 
 EXPERIMENTS: dict[str, str] = {
     "equivalence": "Check that both mechanisms give bit-identical results.",
-    "architectures": "Test every decoder of transformers with tiny random weights.",
+    "architectures": "Test decoders of transformers with tiny random weights.",
     "intrusiveness": "Audit what each mechanism, and each library, changes.",
     "isolation": "Show which other models, copies and caches a press changes.",
     "coexistence": "Test presses together with accelerate, PEFT, torch.compile...",
@@ -55,6 +56,17 @@ def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[
     except errors as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{what}: {reason:.300}{advice}") from error
+
+
+def data_of(module: str | Path) -> Any:
+    """The content of the YAML file beside a module and of the same name.
+
+    Args:
+        module: path of the module, or of the YAML file.
+    """
+    import yaml  # here, so that --help is not slowed down
+
+    return yaml.safe_load(Path(module).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def library(name: str, extra: str = "evaluate", otherwise: str = "") -> Any:

@@ -10,6 +10,7 @@ import typer
 from experiments import UserError, load_experiments
 from experiments.framework.command import measured, progress_bar
 from experiments.framework.experiment import AnyExperiment, Finding
+from experiments.framework.manifest import MANIFEST
 from experiments.framework.results import read_parts
 
 
@@ -40,6 +41,8 @@ def command(
 
     Exits with status 1 if they differ.
     """
+    if not (results / MANIFEST).exists():
+        raise UserError(f"{results} holds no study; run it in the repository, or give --results")
     known = committed(results)
     if name is None:
         for anchor, (_, finding) in known.items():

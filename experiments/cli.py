@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -68,7 +69,8 @@ class FrontDoor(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
-            self.commands[args[0]] = _load(args[0])
+            with Console(stderr=True).status("loading"):
+                self.commands[args[0]] = _load(args[0])
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -81,7 +83,10 @@ class FrontDoor(TyperGroup):
             users = isinstance(error, (UserError, PressError, OSError))
             if ctx.params.get("debug") or not users or isinstance(error, BrokenPipeError):
                 raise
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            reason = str(error)
+            if isinstance(error, FileNotFoundError) and error.filename:
+                reason = f"there is no file {error.filename}"
+            typer.echo(f"error: {' '.join(reason.split())}", err=True)
             raise typer.Exit(2) from None
 
 

@@ -118,6 +118,7 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
     entry = Entry(
         error=UNFINISHED,
         commit=environment.commit(),
+        date=environment.now(),
         versions=versions,
         repeat=task.repeat,
         options=repr(task.planned.options),
@@ -174,13 +175,11 @@ class Options:
     full: Annotated[
         bool,
         typer.Option(
-            "--full",
-            help="Use the grids of the committed results, which take about half an hour.",
+            "--full", help="Use the grids of the committed results, which take about half an hour."
         ),
     ] = False
     overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace files, too, that no study has written."),
+        bool, typer.Option("--overwrite", help="Replace files, too, that no study has written.")
     ] = False
 
 

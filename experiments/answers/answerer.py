@@ -169,10 +169,7 @@ class ContextAnswerer:
         return SavedContext(path)
 
     def _prompts(
-        self,
-        heads: Sequence[Head],
-        questions: Questions,
-        answer_prefix: str | Sequence[str],
+        self, heads: Sequence[Head], questions: Questions, answer_prefix: str | Sequence[str]
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context."""
         per_row = questions_of(len(heads), questions)

@@ -55,7 +55,7 @@ def compress(
 
 
 def ask(
-    cache: Annotated[Path, typer.Option(help="The file that compress has written.")],
+    cache: Annotated[Path, typer.Option(help="The file that compress has written.", exists=True)],
     question: Annotated[list[str], typer.Option(help="Repeat it for several.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 50,
     press: Annotated[

@@ -185,8 +185,8 @@ def settings_from(path: Path | None, flags: Mapping[str, Any]) -> Settings:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise UserError(f"there is no file {path}")
+    if not path.is_file():
+        raise UserError(f"{path} is a folder" if path.is_dir() else f"there is no file {path}")
     # yaml raises ValueError for dates that do not exist.
     with refusing(f"{path} is not YAML", OSError, ValueError, RecursionError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -56,6 +56,8 @@ class Store:
                 overwritten, or if it cannot be written to.
         """
         self.folder = folder
+        if folder.is_file():
+            raise UserError(f"{folder} is a file, not a folder; give another --output")
         content = json.dumps(setup, indent=2, default=str)
         if os.path.lexists(folder / SETUP):
             self._check_setup(json.loads(content))

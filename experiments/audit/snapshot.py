@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationC
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import GeneralInterface
 
+from experiments import data_of
 from experiments.framework.timing import no_garbage_collection
 
 CALL, INSTANCE, CLASS, THREAD, PROCESS = REACHES = (
@@ -61,25 +62,8 @@ Entries = Iterator[tuple[Place, Any]]
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
-_SHARED = (
-    "transformers.cache_utils",
-    "transformers.integrations.eager_paged",
-    "transformers.integrations.flash_attention",
-    "transformers.integrations.flex_attention",
-    "transformers.integrations.sdpa_attention",
-    "transformers.masking_utils",
-    "transformers.modeling_layers",
-    "transformers.modeling_utils",
-)
-"""Python modules that all models use; other modeling files are added if they are loaded."""
-_TORCH = (
-    "torch",
-    "torch._C._nn",
-    "torch.nn",
-    "torch.nn.functional",
-    "torch.nn.modules.module",
-    "torch.overrides",
-)
+_MODULES: dict[str, list[str]] = data_of(__file__)
+"""Names of Python modules: those that all models use, and those of torch."""
 _NOT_OWN = ("__builtins__", "__warningregistry__")
 """Globals that Python adds to modules: the shared builtins, and the record of shown warnings."""
 _SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -211,10 +195,10 @@ def _globals(name: str, reach: str) -> Entries:
 
 def _process(own: list[str]) -> Entries:
     loaded = [n for n in list(sys.modules) if ".modeling_" in n and n.startswith("transformers.")]
-    files = [name for name in dict.fromkeys((*_SHARED, *loaded)) if name not in own]
+    files = [name for name in dict.fromkeys((*_MODULES["shared"], *loaded)) if name not in own]
     for name in (*files, builtins.__name__):
         yield from _file(name, PROCESS)
-    for name in _TORCH:
+    for name in _MODULES["torch"]:
         yield from _globals(name, PROCESS)
     yield from _class(torch.Tensor, PROCESS)
     yield from _registries([*files, *own])

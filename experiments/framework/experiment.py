@@ -41,10 +41,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 import pandas as pd
-import yaml
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
+from experiments import data_of
 from experiments.framework.intervals import NONE
 from experiments.framework.own_model import LeftOutError, OptionsT, OwnModel, Planned
 from experiments.framework.tables import ResultTable
@@ -77,7 +77,7 @@ class Evidence(str, Enum):
         return str(_THREATS[self.value])
 
 
-_THREATS = yaml.safe_load(Path(__file__).with_name("evidence.yaml").read_text(encoding="utf-8"))
+_THREATS = data_of(Path(__file__).with_name("evidence.yaml"))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Entry(BaseModel, frozen=True, strict=True):
         tables: names of its CSV files, without suffix.
         figures: by name of an SVG file, without suffix, what it shows, in words.
         commit: commit of the code that ran it; None if unknown.
+        date: when it began; empty in manifests of older versions.
         versions: versions of the libraries that it ran with.
         repeat: the command that repeats it; empty: the experiment's own.
         options: `repr` of its options.
@@ -49,6 +50,7 @@ class Entry(BaseModel, frozen=True, strict=True):
     tables: list[Name] = []
     figures: dict[Name, str] = {}
     commit: str | None = None
+    date: str = ""
     versions: dict[str, str] = {}
     repeat: str = ""
     options: str = ""

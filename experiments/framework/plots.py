@@ -59,12 +59,7 @@ style = partial(matplotlib.rc_context, _STYLE)
 
 
 def new_figure(
-    rows: int = 1,
-    columns: int = 1,
-    *,
-    width: float = 7.2,
-    height: float = 3.4,
-    **subplots: Any,
+    rows: int = 1, columns: int = 1, *, width: float = 7.2, height: float = 3.4, **subplots: Any
 ) -> tuple[Figure, list[Axes]]:
     """An empty figure in the study's style.
 

@@ -15,6 +15,7 @@ from experiments.framework.experiment import Tables
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.results import Part
 from experiments.framework.tables import ResultTable
+from experiments.testbed.facts import SEEN, UNSEEN
 
 MISSING = "-"
 """A cell without a number."""
@@ -23,7 +24,7 @@ ON_FRONTIER = "●"
 
 _KEYS = ["press", "ratio"]
 _FORMS = {
-    **dict.fromkeys(("facts", "pipeline"), ".0%"),
+    **dict.fromkeys(("unseen", "seen", "pipeline"), ".0%"),
     **dict.fromkeys(("first token", "tokens/s", "bytes"), ".2f"),
     "logit error": ".3g",
 }
@@ -35,13 +36,15 @@ def joined(tables: Tables) -> pd.DataFrame:
 
     Returns:
         Indexed by `press`, its class name, and `ratio`; NaN where nothing was measured. Columns:
-        `facts`, the share of right answers, mean over the questions that the press saw and those
-        it did not; `pipeline`, the share of right answers through the pipeline, mean over its
-        tasks; `first token`, `tokens/s` and `bytes`, as ratios to those without a press; and
-        `logit error`, the largest against the full cache.
+        `unseen` and `seen`, the shares of right answers to questions that the press did not see
+        and to those it saw; `pipeline`, the share of right answers through the pipeline, mean
+        over its tasks; `first token`, `tokens/s` and `bytes`, as ratios to those without a press;
+        and `logit error`, the largest against the full cache.
     """
     quality = _pressed(tables, "quality", "question", "accuracy")
-    answers = quality.groupby(_KEYS)["accuracy"].agg(["mean", "size"])
+    answers = {
+        kind: rows.set_index(_KEYS)["accuracy"] for kind, rows in quality.groupby("question")
+    }
     scored = _pressed(tables, "evaluate", "score")
     # A sweep writes presses as text: AdaKVPress(SnapKVPress()).
     scored["press"] = scored["press"].astype(str).str.replace(r"\(.*", "", regex=True)
@@ -51,17 +54,17 @@ def joined(tables: Tables) -> pd.DataFrame:
     timed = timed.set_index(_KEYS)
     logits = _columns(tables, "error_logits", "logit_error").set_index(_KEYS)
     columns = {
-        "facts": answers["mean"].where(answers["size"] == quality["question"].nunique()),
+        "unseen": answers.get(UNSEEN),
+        "seen": answers.get(SEEN),
         "pipeline": scored.groupby(_KEYS)["score"].mean(),
         "first token": timed["first"],
         "tokens/s": timed["speed"],
         "bytes": timed["bytes"] / whole,
         "logit error": logits["logit_error"],
-        "quality": answers["mean"],  # also of presses that must see the question
     }
     found = pd.DataFrame(columns).astype(float)
-    found["right"] = found["facts"].fillna(found["pipeline"]).fillna(0)
-    ordered = found[found[["quality", "pipeline"]].notna().any(axis=1)].sort_values(
+    found["right"] = found["unseen"].fillna(found["pipeline"]).fillna(0)
+    ordered = found[found[["unseen", "seen", "pipeline"]].notna().any(axis=1)].sort_values(
         by=["ratio", "right", "press"], ascending=[True, False, True]
     )
     return ordered[[*_FORMS]]
@@ -80,15 +83,17 @@ def _pressed(tables: Tables, name: str, *columns: str) -> pd.DataFrame:
 
 
 def frontier(rows: pd.DataFrame) -> pd.Series:
-    """Whether a row is on the Pareto frontier of right answers to facts and bytes.
+    """Whether a row is on the Pareto frontier of right answers to unseen questions and of bytes,
+    among the rows that have both.
 
     Both are rounded to whole per cent, because blocks for heads of different lengths leave a few
     slots empty.
     """
-    measured = rows[["facts", "bytes"]].round(2)
+    measured = rows[["unseen", "bytes"]].round(2)
 
     def best(row: pd.Series) -> bool:
-        others = measured[(measured["facts"] >= row["facts"]) & (measured["bytes"] <= row["bytes"])]
+        as_right = measured["unseen"] >= row["unseen"]
+        others = measured[as_right & (measured["bytes"] <= row["bytes"])]
         return len(others) > 0 and bool((others == row).all(axis=None))
 
     return measured.apply(best, axis=1)
@@ -105,19 +110,19 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *map(_written, row, row.values())]
         for (press, ratio), row, best in numbered
     ]
-    timed = _columns(tables, "throughput_first", "model", "context").to_dict("records")
+    timed = _columns(tables, "throughput_first", "model", "context", "batch").to_dict("records")
     times = (
-        "Time to first token, tokens per second and cache bytes are ratios to those without a "
-        f"press ({timed[0]['model']}, {timed[0]['context']:,} tokens). "
+        "Time to first token, tokens per second and cache bytes are ratios to those without a press"
+        f" ({timed[0]['model']}, {timed[0]['context']:,} tokens, batch {timed[0]['batch']}). "
         if timed
         else ""
     )
     note = (
-        "Every press at every ratio, by accuracy. `facts` is the share of right answers (mean of "
-        "questions that the press saw and of those it did not), `pipeline` that through the "
-        f"pipeline (mean of its tasks). {times}The logit error is the largest against the full "
-        f"cache. {ON_FRONTIER} is on the frontier: no other answers more facts from as few bytes. "
-        f"{MISSING} means not measured."
+        "Every press at every ratio, by accuracy. `unseen` and `seen` are shares of right answers "
+        "to questions that the press did not see, and saw; `pipeline` that through the pipeline "
+        f"(mean of its tasks). {times}The logit error is the largest against the full cache. "
+        f"{ON_FRONTIER} is on the Pareto frontier of the rows with bytes measured: none of these "
+        f"answers more unseen questions from as few bytes. {MISSING} means not measured."
     )
     return ResultTable(note, ["", "press", "evicted", *rows.columns], shown, left=2)
 

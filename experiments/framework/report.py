@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from experiments import QUESTION, load_experiments
+from experiments import QUESTION, data_of, load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Finding
 from experiments.framework.manifest import read_manifest, write_manifest
 from experiments.framework.plots import overview, svg
@@ -34,7 +33,7 @@ MAX_ROWS = 15
 OVERVIEW = "overview"
 """Stem of the first figure's file."""
 
-_WORKS = yaml.safe_load(Path(__file__).with_name("related.yaml").read_text(encoding="utf-8"))
+_WORKS = data_of(Path(__file__).with_name("related.yaml"))
 """Related work: what other publications say, by the anchor of the finding beside it."""
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")

@@ -187,15 +187,19 @@ class Coexistence(scenarios.Scenarios[Options]):
 
     def findings(self, tables: Tables) -> list[Finding]:
         table, found = tables["coexistence"], []
+        table = table[table["companion"] != NOTHING]
         for others, part in table.groupby(~table["mechanism"].isin(MINE)):
-            wrong, errors = ((part["outcome"] == outcome).sum() for outcome in (WRONG, ERROR))
+            wrong, errors = (part[part["outcome"] == outcome] for outcome in (WRONG, ERROR))
             who = "the other mechanisms" if others else "hooks and patches of this project"
+            of_one = [
+                f" ({n} with {name})" for name, n in wrong["mechanism"].value_counts().items()
+            ]
             text = (
-                f"Combined with other libraries, {who} are silently wrong in "
-                f"**{wrong}** of {len(part)} trials and raise an error in {errors}."
+                f"Beside other libraries, {who} are silently wrong in **{len(wrong)}** of "
+                f"{len(part)} trials{''.join(of_one[:1])} and raise errors in {len(errors)}."
             )
             need = "use presses beside accelerate, PEFT and torch.compile"
-            works: Any = "breaks" if wrong else "costs" if errors else "works"
+            works: Any = "breaks" if len(wrong) else "costs" if len(errors) else "works"
             found.append(Finding("others", text) if others else Finding("own", text, need, works))
         return found
 

@@ -29,6 +29,7 @@ from experiments.framework.experiment import Claim, Evidence, Experiment, Findin
 from experiments.framework.frames import OutcomeMatrix, wide_table
 from experiments.framework.options import DTYPES, Device, checked_share, one_of, several
 from experiments.framework.own_model import OwnModel, Planned
+from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.loading import load_model, short_name
@@ -60,8 +61,7 @@ class Options:
     ] = ()
     model: shared.ModelOrOwn = None
     ratio: Annotated[
-        tuple[float, ...],
-        several(float, "Share of the tokens to evict, in [0, 1).", checked_share),
+        tuple[float, ...], several(float, "Share of the tokens to evict, in [0, 1).", checked_share)
     ] = (0.5,)
     family: Annotated[
         tuple[str, ...],
@@ -176,6 +176,10 @@ def _press_option(text: str) -> tuple[str, PressMaker]:
             "my_module:MyHookPress,my_module:MyPatchPress"
         )
     both = [_press_class(part) for part in parts]
+    if [cls.mechanism for cls in both] != ["hooks", "patches"]:
+        raise UserError(
+            f"{text!r}: the first has to be a press with hooks, the second with patches"
+        )
     name = " / ".join(dict.fromkeys(cls.__name__ for cls in both))
     return name, lambda ratio: PressPair(*(cls(compression_ratio=ratio) for cls in both))
 
@@ -222,9 +226,7 @@ class Equivalence(Experiment[Options]):
     evidence = Evidence.BITS
     full = Options()
     quick = Options(family=("llama", "gemma3_text", "gpt_neox"), dtype=("bfloat16",))
-    claims: ClassVar = {
-        "bits": Claim(replace(quick, family=("llama",), attn=("sdpa",))),
-    }
+    claims: ClassVar = {"bits": Claim(replace(quick, family=("llama",), attn=("sdpa",)))}
 
     def on(self, own: OwnModel) -> Planned[Options]:
         (length,) = own.at_most(Options.length)
@@ -283,7 +285,8 @@ class Equivalence(Experiment[Options]):
         cells = tables["equivalence"]
         cases = [cells["differ"] > 0, cells["compared"] > 0]
         outcome = np.select(cases, [DIFFERENT, EQUAL], REFUSED)
-        rows = cells.assign(outcome=outcome, mechanism=cells["family"])
+        press = cells["press"].map(press_label)
+        rows = cells.assign(outcome=outcome, mechanism=cells["family"], press=press)
         label = "Each press (rows) on each model: whether hooks and patches leave the same bits"
         return {"equivalence": OutcomeMatrix(rows, "press", LOOKS).figure(label)}
 

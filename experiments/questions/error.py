@@ -143,8 +143,7 @@ class Error(Experiment[Options]):
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(
-        press=("SnapKVPress", "AdaKVPress", "KnormPress", "StreamingLLMPress"),
-        samples=4,
+        press=("SnapKVPress", "AdaKVPress", "KnormPress", "StreamingLLMPress"), samples=4
     )
     redrawn = full
 
@@ -190,13 +189,16 @@ class Error(Experiment[Options]):
         shares = by_press.agg(lambda e: e.nlargest(max(1, len(e) // 4)).sum() / e.sum())
         where = (
             f"With {error['ratio'].iloc[0]:.0%} evicted, the worst quarter of the "
-            f"{by_press.size().max()} KV heads causes **{shares.mean():.0%}** of the heads' summed "
-            f"logit error, mean of {len(shares)} {'press' if len(shares) == 1 else 'presses'}."
+            f"{by_press.size().max()} KV heads causes **{shares.mean():.0%}** of the summed logit "
+            f"error, mean of {len(shares)} presses ({shares.min():.0%} to {shares.max():.0%})."
         )
         related = error["mass_lost"].corr(error["alone"], method="spearman")
+        ranks = error.groupby("press")[["mass_lost", "alone"]].corr(method="spearman")
+        within = ranks.xs("alone", level=1)["mass_lost"]
         mass = (
             f"Lost attention mass and output error of a head have a Spearman correlation of "
-            f"**{related:.2f}**, over {len(error):,} pairs of press and head."
+            f"**{related:.2f}** over {len(shares)} presses, {within.min():.2f} to "
+            f"{within.max():.2f} within one (median {within.median():.2f})."
         )
         return [Finding("where", where), Finding("mass", mass), bits]
 

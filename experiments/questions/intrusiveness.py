@@ -276,13 +276,13 @@ class Intrusiveness(Experiment[Options]):
         return [frame_table(note, touched.reset_index(), None), of_libraries]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        """Two heat maps side by side: entries changed while open, and entries left behind."""
+        """Two heat maps: entries changed while open, and entries left behind."""
         exits = tables["intrusiveness_exits"]
         left = exits.pivot_table("leftovers", "mechanism", "exit", sort=False)
         touched = by_reach(tables["intrusiveness"], ["mechanism"], OPEN, RUNNING).loc[left.index]
-        panels = {"changed while open, by reach": touched, "left behind, by way of leaving": left}
+        panels = {"changed while open": touched, "left behind": left}
         label = "Entries changed while the scope is open, by reach, and left behind, by exit"
-        return {"intrusiveness": heat_maps(panels, label, "{:.0f}", columns=2)}
+        return {"intrusiveness": heat_maps(panels, label, "{:.0f}")}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         own, others = (_left(tables["intrusiveness_exits"], ours) for ours in (True, False))

@@ -27,6 +27,7 @@ from rich.progress import Progress
 from transformers import DynamicCache, PreTrainedModel
 
 import hooks_impl
+from experiments import data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
@@ -222,36 +223,10 @@ def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
 # ---- reading the table -------------------------------------------------------------------------
 
 
-_EAGER = f"phase == 'decode' and press != '{_COUNTING}'"
-_PRESSED = "mechanism in ('hook', 'patch') and baseline == 'bare'"
+_NO_SLOWER = 1.05
+"""A need is met if the interval of the ratio ends below this."""
 
-_FINDINGS = {
-    "decode": (
-        f"{_EAGER} and mechanism == 'patch' and baseline == 'hook'",
-        "With patches a decode step takes at most {} as long as with hooks {}.",
-        "decode as fast with patches as with hooks",
-    ),
-    "bare": (
-        f"{_EAGER} and {_PRESSED}",
-        "With a press open, a decode step takes at most {} as long as without {}.",
-        "leave a press open while decoding",
-    ),
-    "counting": (
-        f"press == '{_COUNTING}' and {_PRESSED}",
-        "Between its intervals, a DecodingPress makes a decode step take at most {} as long {}.",
-        "",
-    ),
-    "kvpress": (
-        f"{_EAGER} and mechanism == 'kvpress' and baseline == 'bare'",
-        "With a press of kvpress open, a decode step takes at most {} as long as without {}.",
-        "",
-    ),
-    "compiled": (
-        f"phase == 'compiled' and {_PRESSED}",
-        "With a press open, a compiled decode step takes at most {} as long as without {}.",
-        "",
-    ),
-}
+_FINDINGS: dict[str, list[str]] = data_of(__file__)
 """By name: the query for rows, of which the slowest is reported, the sentence and the need."""
 
 
@@ -267,7 +242,8 @@ class Overhead(Experiment[Options]):
     that the cost of a mechanism is visible; on a wider model or a GPU the same microseconds are a
     smaller share. All conditions decode from the same pruned cache, so these times do not show
     what attention over a pruned cache saves. Only the first model is compiled, with the last
-    press, because a deep model takes minutes.
+    press, because a deep model takes minutes; each condition is compiled once, so the interval does
+    not cover compilation.
     """
 
     name = "overhead"
@@ -302,7 +278,8 @@ class Overhead(Experiment[Options]):
             for row in tables["overhead"].query(query).nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
                 text = sentence.format(times, f"({press_label(row['press'])}, {row['model']})")
-                works: Any = "works" if row["ratio"] < 1.05 else "costs"
+                slowest = np.nanmax([row["ratio"], row["high"]])
+                works: Any = "works" if slowest < _NO_SLOWER else "costs"
                 found.append(Finding(name, text, need, works if need else None))
         return found
 
@@ -312,7 +289,10 @@ class Overhead(Experiment[Options]):
             over=rows["mechanism"] + " / " + rows["baseline"], press=rows["press"].map(press_label)
         )
         cells = [bracketed(row, "ratio") for row in rows.to_dict("records")]
-        note = f"Time of a decode step over the baseline's: medians, with {METHOD} over rounds."
+        note = (
+            f"Time of a decode step over the baseline's: medians, with {METHOD} over rounds. "
+            "kvpress and its baselines run in another interpreter, with an older transformers."
+        )
         return [wide_table(note, rows, ["model", "phase", "press"], "over", cells)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
@@ -327,10 +307,16 @@ class Overhead(Experiment[Options]):
         return {self.name: ratio_figure(panels, label, "time / time of the bare model")}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
-        rows = tables["overhead"].query(f"{_EAGER} and baseline == 'bare'")
-        slowest = rows.groupby("mechanism", sort=False)["ratio"].max()
-        bars: Any = slowest.rename({"hook": "hooks", "patch": "patches"}).to_dict()
-        return [Contrast("Slowest decode step with a press, over without", bars)]
+        found, named = [], {"hook": "hooks", "patch": "patches"}
+        for how, steps in {
+            "eager": f"phase == 'decode' and press != '{_COUNTING}'",
+            "compiled": "phase == 'compiled'",
+        }.items():
+            rows = tables["overhead"].query(f"{steps} and baseline == 'bare'")
+            slowest: Any = rows.groupby("mechanism", sort=False)["ratio"].max().rename(named)
+            title = f"Slowest {how} decode step with a press, over without"
+            found += [Contrast(title, slowest.to_dict())] * (len(rows) > 0)
+        return found
 
 
 EXPERIMENT = Overhead()

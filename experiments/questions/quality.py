@@ -19,7 +19,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments import UserError
+from experiments import UserError, data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
@@ -40,17 +40,7 @@ from experiments.testbed.facts import (
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
-LEFT_OUT: dict[str, tuple[str, ...]] = {
-    "made of presses that are compared separately": (
-        *("ComposedPress", "EveryTurnPress", "PerLayerCompressionPress"),
-    ),
-    "eviction by a threshold: the share depends on the context": ("DMSPress", "SimLayerKVPress"),
-    "evicts channels of the keys, at most half of the cache": ("ThinKPress",),
-    "eviction while decoding: an answer is one token": (
-        *("CAMPress", "CompressionRatioDecodingPress", "DecodingPress"),
-        *("PrefillDecodingPress", "StreamingLLMDecodingPress"),
-    ),
-}
+LEFT_OUT: dict[str, list[str]] = data_of(__file__)
 """Presses that the experiment does not compare, by the reason."""
 
 NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in names}
@@ -214,12 +204,13 @@ class Quality(Experiment[Options]):
         highest = chosen.groupby("ratio")["accuracy"].max()
         good = highest[highest >= _GOOD]
         ratio = good.index.max() if len(good) else highest.index.min()
-        best = chosen[(chosen["ratio"] == ratio) & (chosen["accuracy"] == highest[ratio])]["press"]
+        most, at_ratio = f"{highest[ratio]:.0%}", chosen[chosen["ratio"] == ratio]
+        best = at_ratio[at_ratio["accuracy"].map("{:.0%}".format) == most]["press"]
         named = best.iloc[0] if len(best) == 1 else f"{len(best)} presses"
         text = (
             f"With {ratio:.0%} of the context evicted and the question {question} by the press, "
-            f"{named} still {'answers' if len(best) == 1 else 'answer'} **{highest[ratio]:.0%}** "
-            "of the questions correctly."
+            f"{named} still {'answers' if len(best) == 1 else 'answer'} **{most}** of the "
+            "questions correctly."
         )
         works: Any = "works" if len(good) else "costs"
         total, same = agreement[["answers", "same"]].sum()

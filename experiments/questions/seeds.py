@@ -18,6 +18,9 @@ from experiments.framework.tables import ResultTable
 
 _KEY = ["experiment", "finding"]
 
+_DRAWING = ("headwise", "quality", "error", "evaluate")
+"""Experiments that draw contexts for a shipped model: those with `redrawn` options."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,7 +31,7 @@ class Options:
         typer.Option(
             help="Experiment to repeat on contexts from other seeds. Repeatable.",
             show_default="all that draw contexts",
-            callback=one_of(EXPERIMENTS),
+            callback=one_of(_DRAWING),
         ),
     ] = ()
     shift: Annotated[

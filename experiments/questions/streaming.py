@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from experiments import UserError
+from experiments import UserError, data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.intervals import METHOD, bracket, bracketed
@@ -153,27 +153,9 @@ UNTRAINED = 0.95
 Verdict = Literal["works", "breaks"] | None
 _VERBS = {"works": "holds", "breaks": "breaks", None: "is undecided"}
 
-_SINKS = {
-    IN_CACHE: (
-        "sinks",
-        "stream past the trained length",
-        "A window with the first {n_sink} tokens, at in-cache positions, {verb} over {tokens:,} "
-        "tokens: {nats} nats per token above a recomputed window.",
-    ),
-    WINDOW: (
-        "window",
-        "stream without the first tokens",
-        "A window alone {verb}: {nats} nats per token above a recomputed window; more than "
-        f"{BROKEN} counts as broken.",
-    ),
-    SINKS: (
-        "positions",
-        "stream with original positions",
-        "A window with the first {n_sink} tokens, at original positions, {verb}: {nats} nats per "
-        "token above a recomputed window.",
-    ),
-}
-"""Name, need and text of the finding about each stream."""
+_SAYS: dict[str, dict[str, str]] = data_of(__file__)
+_SINKS = {IN_CACHE: "sinks", WINDOW: "window", SINKS: "positions"}
+"""Name of the finding about each cache."""
 
 
 def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
@@ -185,33 +167,36 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
             f"token against {guess:.2f}), so caches cannot be compared."
         )
         return [Finding("sinks", untrained)]
-    sizes = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
+    known = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
-    for cache, (name, need, says) in _SINKS.items():
+    for cache, name in _SINKS.items():
         above, low, high = lost(streaming, cache).values()
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{above:+.3f}**{bracket(low, high, '+.3f')}"
-        text = says.format(verb=_VERBS[verdict], nats=nats, **sizes)
+        says, need = _SAYS[name]["says"], _SAYS[name]["need"]
+        text = says.format(verb=_VERBS[verdict], nats=nats, broken=BROKEN, **known)
         found.append(Finding(name, text, need, verdict))
     return found
 
 
-def find_pace(streaming: pd.DataFrame) -> list[Finding]:
-    """Whether time per token and memory stay constant along a stream."""
-    streams = [rows_of(streaming, cache) for cache in STREAMED]
-    full, *bounded = map(slowdown, streams)
-    held = [evicting(rows)["bytes"] for rows in streams[1:]]
-    grown = max(n_bytes.max() / n_bytes.min() for n_bytes in held)
-    pace = (
-        f"Tokens in a stream's last quarter take {min(bounded):.2f} to **{max(bounded):.2f}** "
+def find_pace(streaming: pd.DataFrame) -> Finding:
+    """Whether time per token stays constant along a stream."""
+    full, *bounded = (slowdown(rows_of(streaming, cache)) for cache in STREAMED)
+    *least, most = dict.fromkeys(map("{:.2f}".format, sorted(bounded)))  # one, if they print alike
+    text = (
+        f"Tokens in a stream's last quarter take {f'{least[0]} to ' if least else ''}**{most}** "
         f"times as long as in its second with bounded caches, {full:.2f} in a full one."
     )
-    growth = f"While evicting, bounded caches grow by a factor of at most **{grown:.2f}** in bytes."
+    return Finding("pace", text, evidence=Evidence.TIME)
+
+
+def find_growth(streaming: pd.DataFrame) -> Finding:
+    """Whether the memory of bounded caches stays constant along a stream."""
+    held = [evicting(rows_of(streaming, cache))["bytes"] for cache in STREAMED[1:]]
+    grown = max(n_bytes.max() / n_bytes.min() for n_bytes in held)
+    text = f"While evicting, bounded caches grow by a factor of at most **{grown:.2f}** in bytes."
     stays: Verdict = "works" if grown < 1.05 else "breaks"
-    return [
-        Finding("pace", pace, evidence=Evidence.TIME),
-        Finding("growth", growth, "bound the memory of a stream", stays, Evidence.BYTES),
-    ]
+    return Finding("growth", text, "bound the memory of a stream", stays, Evidence.BYTES)
 
 
 class Streaming(Experiment[Options]):
@@ -235,9 +220,7 @@ class Streaming(Experiment[Options]):
     evidence = Evidence.MODEL
     full = Options()
     quick = Options(tokens=1024)
-    claims: ClassVar = {
-        "growth": Claim(Options(tokens=720), within=0.01),
-    }
+    claims: ClassVar = {"growth": Claim(Options(tokens=720), within=0.01)}
 
     def on(self, own: OwnModel) -> Planned[Options]:
         own.opened(("StreamingLLMDecodingPress",))
@@ -268,7 +251,8 @@ class Streaming(Experiment[Options]):
         return {"streaming": streaming.assign(model=short_name(options.model))}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        return [*find_sinks(tables["streaming"]), *find_pace(tables["streaming"])]
+        streaming = tables["streaming"]
+        return [*find_sinks(streaming), find_pace(streaming), find_growth(streaming)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         streaming, first = tables["streaming"], tables["streaming"].iloc[0]

@@ -109,7 +109,7 @@ class Recorder:
             self._note(site.layer_idx, f"{n} {enter}")
         elif site is not None and ends and result is not None:
             held = _text(self._holds()[site.layer_idx])
-            self._note(site.layer_idx, f"{_ATTENDED} {held} keys")
+            self._note(site.layer_idx, f"{_ATTENDED} {held} {'key' if held == '1' else 'keys'}")
         elif ends and code is TokenScorer.checked_scores.__code__ and result is not None:
             press, layer = frame.f_locals["self"], frame.f_locals["call"].site.layer_idx
             self._note(layer, f"{press_label(type(press).__name__)} scores {result.shape[-1]} keys")
@@ -229,9 +229,9 @@ class Trace(Experiment[Options]):
 
     Python's profiler reports the calls of attention modules, attention functions, hooks,
     wrappers and scores, and the number of keys in the cache is read around each call. Events are
-    listed in the order in which they happen. Other presses act at other moments: `--press`
-    traces any of them. The profiler slows everything down, so the trace says nothing about
-    time. A family, as in `--model llama`, is built small, with random weights.
+    listed by layer, and in each layer in the order in which they happen. Other presses act at
+    other moments: `--press` traces any of them. The profiler slows everything down, so the trace
+    says nothing about time. A family, as in `--model llama`, is built small, with random weights.
     """
 
     name = "trace"
@@ -255,9 +255,9 @@ class Trace(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         hook, patch = (_prefill(tables["trace"], mechanism) for mechanism in _MECHANISMS)
         text = (
-            f"Of {hook['made'].mean():,.0f} keys per head, each layer keeps "
-            f"**{hook['kept'].mean():,.0f}** after its own hook has run; a patch keeps "
-            f"{'as many' if hook.equals(patch) else 'others'}, at the same moment."
+            f"Of {hook['made'].mean():,.0f} keys per head, layers keep "
+            f"**{hook['kept'].mean():,.0f}** on average after the prefill; hooks and patches "
+            f"{'keep as many in each layer' if hook.equals(patch) else 'differ'}."
         )
         return [Finding("layers", text)]
 

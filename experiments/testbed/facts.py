@@ -24,15 +24,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from experiments import UserError, refusing
+from experiments import UserError, data_of, refusing
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
-_WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_WORDS = data_of(__file__)
 KEYS: tuple[str, ...] = tuple(_WORDS["keys"].split())
 """The 128 words that a fact can be about: first names."""
 VALUES: tuple[str, ...] = tuple(_WORDS["values"].split())

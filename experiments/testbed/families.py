@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from experiments import data_of
+
 VOCABULARY = 128
 
 _COMMON: dict[str, Any] = {
@@ -16,22 +18,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "max_position_embeddings": 4096,
 }
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma2": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 20.0, "sliding_window": 16},
-    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 16},
-    "gpt_neox": {"rotary_pct": 0.25},
-    "gpt2": {},
-    "olmo2": {},
-    "cohere": {"use_qk_norm": True},
-    "stablelm": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-}
+_SPECIAL: dict[str, dict[str, Any]] = data_of(__file__)
 FAMILIES = tuple(_SPECIAL)
 """`model_type` of every tested architecture."""
 

@@ -16,17 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import yaml
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments import UserError
+from experiments import UserError, data_of
 from experiments.framework.plots import press_label
 from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
@@ -124,7 +122,7 @@ def recipe_pair(name: str, ratio: float, length: int | None = None) -> PressPair
     return PressPair(*(recipe(presses, name, ratio, length) for presses in MECHANISMS.values()))
 
 
-_FIELDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_FIELDS = data_of(__file__)
 _FIELDS["usual"]["FinchPress"] = {"delimiter_token_id": DELIMITER}
 for _name in ("KVgradPress", "KVzipPress", "RestoreKVPress"):
     _FIELDS["short"][_name] = {"chunk_size": 24, "prompts": PROMPTS}

@@ -97,7 +97,8 @@ def test_what_is_said_is_read_off_the_table():
     tables = table(hooks=[RIGHT, ERROR, RIGHT], other=[RIGHT, WRONG, ERROR])
     assert [finding.number for finding in EXPERIMENT.findings(tables)] == [0, 1]
     said = EXPERIMENT.markdown(tables)
-    assert said.count("of 3 trials and raise an error in 1.") == 2
+    assert said.count("and raise errors in 1.") == 2
+    assert "**1** of 3 trials (1 with other)" in said
     assert "| PEFT LoRA | error | wrong |" in said
     assert "- hooks, PEFT LoRA, inside the scope: so it is" in said
     found = table(hooks=[RIGHT] * 3, late=[WRONG] * 3)["coexistence"]

@@ -33,14 +33,14 @@ EVALUATE = pd.DataFrame(
 )
 FIRST = pd.DataFrame(
     [
-        ("narrow", 4096, "no press", 0.0, 1.0, 1.0, 1000),
-        ("narrow", 4096, A, 0.5, 1.1, 1.5, 500),
-        ("narrow", 4096, B, 0.5, 1.2, 1.4, 510),
-        ("narrow", 4096, B, 0.8, 1.3, 1.9, 200),
-        ("wide", 4096, "no press", 0.0, 1.0, 1.0, 9000),
-        ("wide", 4096, A, 0.5, 9.9, 9.9, 4500),
+        ("narrow", 4096, 1, "no press", 0.0, 1.0, 1.0, 1000),
+        ("narrow", 4096, 1, A, 0.5, 1.1, 1.5, 500),
+        ("narrow", 4096, 1, B, 0.5, 1.2, 1.4, 510),
+        ("narrow", 4096, 1, B, 0.8, 1.3, 1.9, 200),
+        ("wide", 4096, 1, "no press", 0.0, 1.0, 1.0, 9000),
+        ("wide", 4096, 1, A, 0.5, 9.9, 9.9, 4500),
     ],
-    columns=["model", "context", "press", "ratio", "first", "speed", "bytes"],
+    columns=["model", "context", "batch", "press", "ratio", "first", "speed", "bytes"],
 )
 LOGITS = pd.DataFrame(
     [(A, 0.5, 2.5), (B, 0.5, 0.125)],
@@ -62,11 +62,11 @@ def test_what_is_joined_by_ratio_and_the_most_right_first():
     found = joined(TABLES)
     assert list(found.index) == [(B, 0.5), (A, 0.5), (C, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
     by_hand = [
-        (0.9, 0.7, 1.2, 1.4, 0.51, 0.125),
-        (0.6, None, 1.1, 1.5, 0.5, 2.5),
-        (None,) * 6,
-        (0.5, None, 1.3, 1.9, 0.2, None),
-        (None, 0.25, *(None,) * 4),
+        (0.8, 1.0, 0.7, 1.2, 1.4, 0.51, 0.125),
+        (0.5, 0.7, None, 1.1, 1.5, 0.5, 2.5),
+        (None, 1.0, *(None,) * 5),
+        (0.4, 0.6, None, 1.3, 1.9, 0.2, None),
+        (None, None, 0.25, *(None,) * 4),
     ]
     expected = pd.DataFrame(by_hand, found.index, found.columns, dtype=float)
     pd.testing.assert_frame_equal(found, expected, check_dtype=False)
@@ -89,12 +89,12 @@ def test_missing_cells_say_so():
     table = quotable([part(quality=QUALITY), part(evaluate=EVALUATE)])
     assert len(table.rows) == 5
     row = next(row for row in table.rows if row[1:3] == ["Knorm", "50%"])
-    assert row == ["", "Knorm", "50%", "60%", *[MISSING] * 5]
+    assert row == ["", "Knorm", "50%", "50%", "70%", *[MISSING] * 5]
     assert f"{MISSING} means not measured" in table.note
     whole = quotable([part(**TABLES)])
     assert whole.rows[0][:3] == [ON_FRONTIER, "SnapKV", "50%"]
-    assert whole.rows[0][3:] == ["90%", "70%", "1.20", "1.40", "0.51", "0.125"]
-    assert "narrow, 4,096 tokens" in whole.note
+    assert whole.rows[0][3:] == ["80%", "100%", "70%", "1.20", "1.40", "0.51", "0.125"]
+    assert "narrow, 4,096 tokens, batch 1" in whole.note
 
 
 def test_a_study_without_accuracy_has_none():

@@ -224,11 +224,11 @@ def test_slowing_down_is_told_apart_from_a_slower_machine():
     table = made_up()
     assert streaming.slowdown(rows_of(table, FULL)) == pytest.approx(138 / 58)
     table.loc[table["first"] >= 100, ["quick_ms", "quick_ms_alone"]] *= 4
-    pace, growth = streaming.find_pace(table)
+    pace, growth = streaming.find_pace(table), streaming.find_growth(table)
     assert "2.38 in a full one" in pace.text
     assert (pace.number, growth.number, growth.verdict) == (1, 1, "works")
     table.loc[table["first"] == 150, "bytes"] *= 3
-    assert streaming.find_pace(table)[1].verdict == "breaks"
+    assert streaming.find_growth(table).verdict == "breaks"
 
 
 def test_the_table_and_the_figure_have_a_line_per_cache(table):

@@ -93,7 +93,7 @@ def test_any_kind_of_press_can_be_traced(model, name):
     assert snapshot(model) == before
     assert sys.getprofile() is None
     table = events.assign(model="llama", press=name, ratio=0.5)
-    assert "keeps as many" in EXPERIMENT.markdown({"trace": table})
+    assert "keep as many in each layer" in EXPERIMENT.markdown({"trace": table})
 
 
 @both_sides

@@ -21,7 +21,7 @@ from experiments.answers.sample import Sample, Wanted
 if TYPE_CHECKING:
     from experiments.answers.settings import Settings
 
-_NAME = re.compile(r"([\w-]+)(?:/([\w-]+))?(?:@(\d+))?")
+_NAME = re.compile(r"([\w-]+)(?:/([\w-]+))?(?:@([1-9]\d*))?")
 
 
 class Source(NamedTuple):
@@ -30,16 +30,18 @@ class Source(NamedTuple):
     Attributes:
         tasks: names of its tasks.
         length: default length; 0: the lengths of its samples are fixed.
+        check: raises a `UserError` if a length is too short for a task.
         make: makes the requested samples.
     """
 
     tasks: tuple[str, ...]
     length: int
     make: Callable[[Wanted], list[Sample]]
+    check: Callable[[str, int], None] = lambda task, length: None
 
 
 SOURCES: dict[str, Source] = {
-    "facts": Source(tuple(facts.TASKS), 512, facts.make),
+    "facts": Source(tuple(facts.TASKS), 512, facts.make, facts.check),
     "synthetic": Source(tuple(synthetic.TASKS), 4096, synthetic.make),
     "needle": Source(("essays",), 8192, needle.make),
     **{
@@ -54,7 +56,7 @@ def expand(text: str) -> list[str]:
     """The tasks that `text` names, each as `NAME/TASK` or `NAME/TASK@LENGTH`.
 
     Raises:
-        UserError: if there is no such dataset or task, or if its lengths are fixed.
+        UserError: if there is no such dataset or task, if its lengths are fixed, or too short.
     """
     name, task, length = _parse(text)
     source = SOURCES[name]
@@ -63,7 +65,11 @@ def expand(text: str) -> list[str]:
     if length is not None and not source.length:
         raise UserError(f"{text!r} asks for a length, and samples of {name} have their own")
     at = f"@{length or source.length}" if source.length else ""
-    return [f"{name}/{each}{at}" for each in ([task] if task else source.tasks)]
+    tasks = [task] if task else source.tasks
+    if length is not None:
+        for each in tasks:
+            source.check(each, length)
+    return [f"{name}/{each}{at}" for each in tasks]
 
 
 def load(text: str, settings: Settings, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
@@ -84,7 +90,7 @@ def _parse(text: str) -> tuple[str, str | None, int | None]:
     found = _NAME.fullmatch(text)
     if found is None or found[1] not in SOURCES:
         raise UserError(
-            f"there is no dataset {text!r}; write NAME, NAME/TASK or NAME/TASK@LENGTH, where NAME "
+            f"there is no dataset {text!r}; write NAME or NAME/TASK, or add @LENGTH, where NAME "
             f"is one of {', '.join(SOURCES)}"
         )
     return found[1], found[2], int(found[3]) if found[3] else None

@@ -12,13 +12,19 @@ from experiments import refusing
 from experiments.answers.sample import Sample, Wanted
 from experiments.testbed.facts import check_vocabulary, draw
 
-TASKS: dict[str, tuple[int, int]] = {
-    "single": (1, 1),
-    "multikey": (16, 1),
-    "multiquery": (16, 4),
-}
+TASKS = {"single": (1, 1), "multikey": (16, 1), "multiquery": (16, 4)}
 """Number of facts in a context, and of questions about it: one needle; one of several needles;
 several needles from the same compressed context."""
+
+
+def check(task: str, length: int) -> None:
+    """Check that the facts of a task fit in a context of `length` words.
+
+    Raises:
+        UserError: if they do not.
+    """
+    with refusing(f"facts/{task}@{length}", ValueError):
+        draw(1, length, TASKS[task][0], torch.Generator())
 
 
 def make(wanted: Wanted) -> list[Sample]:
@@ -31,8 +37,8 @@ def make(wanted: Wanted) -> list[Sample]:
     check_vocabulary(tokenizer, settings.model)
     n_facts, n_questions = TASKS[task]
     n_contexts = -(-settings.samples // n_questions)
-    with refusing(f"facts/{task}@{length}", ValueError):
-        batch = draw(n_contexts, length, n_facts, torch.Generator().manual_seed(settings.seed))
+    check(task, length)
+    batch = draw(n_contexts, length, n_facts, torch.Generator().manual_seed(settings.seed))
     samples = [
         Sample(task, text.context, question, (answer,), "match_all", max_new_tokens=1)
         for text in map(batch.text, range(n_contexts))

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from experiments import UserError
+from experiments import UserError, data_of
 from experiments.answers.sample import Sample, Wanted
 from experiments.testbed.facts import FILLER, KEYS, VALUES
 
@@ -95,14 +95,7 @@ def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> l
     return list(words)
 
 
-_SENTENCES = (
-    "The {} stands beside the {}.",
-    "Nobody saw the {} near the old {}.",
-    "Somebody put the {} under the {} again.",
-    "Behind every {} stands the other {}.",
-    "The {} costs more than the {}.",
-    "They moved the {} and forgot the {}.",
-)
+_SENTENCES: list[str] = data_of(__file__)
 
 
 def _noise(rng: random.Random, n: int) -> list[str]:

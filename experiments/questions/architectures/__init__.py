@@ -54,23 +54,23 @@ class Options:
         tuple[str, ...], several(str, "Attention implementation.", one_of(("eager", "sdpa")))
     ] = ("eager", "sdpa")
     oldest: Annotated[
-        bool,
-        typer.Option(help="Also sweep with the oldest supported transformers, if installed."),
+        bool, typer.Option(help="Also sweep with the oldest supported transformers, if installed.")
     ] = True
 
 
 class Architectures(Experiment[Options]):
-    """Sweep every decoder of the installed transformers with tiny random weights.
+    """Sweep the decoders of the installed transformers with tiny random weights.
 
     On which decoders do presses give the right result, by hook and by patch, and why not on the
     others?
 
-    Every causal and image-text decoder of the installed transformers is built small, with
-    random weights, and run on text; ten are also run with an image in the context. The tokens
-    that a press keeps and the logits that follow are compared with a run over the full cache in
-    which the evicted tokens are masked, by code that shares nothing with the presses. On other
-    decoders a press has to be refused when its scope opens. Long contexts and trained weights
-    are not tested.
+    The causal, image-text and encoder-decoder types of the installed transformers that run on
+    text alone are built small, with random weights; ten are also run with an image in the
+    context. On each, seven presses are swept, one for every kind of input that presses need: the
+    tokens that a press keeps and the logits that follow are compared with a run over the full
+    cache in which the evicted tokens are masked, by code that shares nothing with the presses.
+    Where a press cannot be right, it has to be refused when its scope opens. Long contexts and
+    trained weights are not tested.
     """
 
     name = "architectures"
@@ -163,7 +163,7 @@ def figure(table: pd.DataFrame) -> Figure:
     """Number of decoders by press and by the mechanisms that are right on them."""
     reached = reach(table)
     counts = pd.crosstab(reached["press"], reached["reach"]).reindex(reached["press"].unique())
-    title = f"{reached['type'].nunique()} decoders of the installed transformers"
+    title = f"{reached['type'].nunique()} decoders"
     label = "Decoders by press (rows) and the mechanisms that are right on them"
     return heat_maps({title: counts}, label, "{:.0f}")
 
@@ -175,9 +175,11 @@ def _finding(name: str, table: pd.DataFrame) -> Finding:
     reaches = presses.groupby("type")["reach"].agg(set)
     wrong, every = int(table["bad"].sum()), sum(found == {BOTH} for found in reaches)
     some, newest = sum(BOTH in found for found in reaches), name == "architectures"
-    where = "By hook and by patch" if newest else "With the oldest transformers"
+    n = presses["press"].nunique()
+    who = f"All {n} swept" if newest else f"With the oldest transformers, all {n}"
+    how = "right by both mechanisms" if newest else "right"
     text = (
-        f"{where}, every press is right on {every} of {len(reaches)} decoders, some press on "
+        f"{who} presses are {how} on {every} of {len(reaches)} decoders, at least one on "
         f"**{some}**; {wrong} of {table['cells'].sum():,} cases are wrong."
     )
     if not newest:

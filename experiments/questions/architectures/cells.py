@@ -131,9 +131,7 @@ SUBJECTS = {
         lambda of: of.KeyRerotationPress(of.KnormPress(RATIO)), key_norms, moves=True
     ),
     "AdaKV(SnapKV)": Subject(
-        lambda of: of.AdaKVPress(of.SnapKVPress(RATIO, window_size=4)),
-        window_votes,
-        headwise=True,
+        lambda of: of.AdaKVPress(of.SnapKVPress(RATIO, window_size=4)), window_votes, headwise=True
     ),
 }
 """The presses of the sweep by name, one for each kind of input that a press can read."""

@@ -11,19 +11,19 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto as auto
 
+from experiments import data_of
+
 LARGEST = 120_000_000
 """Largest number of parameters of a tiny model; some classes ignore sizes of the configuration."""
 
-DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())
+DATA: dict[str, Any] = data_of(__file__)
 """The contents of `decoders.yaml`."""
 
 SIZES = {name: size for size, names in DATA["sizes"].items() for name in names.split()}

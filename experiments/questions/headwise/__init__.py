@@ -78,13 +78,11 @@ class Options:
     context: shared.Words = Task.context
     facts: shared.Facts = Task.facts
     contexts: Annotated[
-        tuple[int, ...],
-        typer.Option(min=64, help="Tokens in the timed cache. Repeatable."),
+        tuple[int, ...], typer.Option(min=64, help="Tokens in the timed cache. Repeatable.")
     ] = (1024, 4096, 16384)
     rounds: shared.Rounds = 11
     family: Annotated[
-        tuple[str, ...],
-        typer.Option(help="Architecture to test the four ways on. Repeatable."),
+        tuple[str, ...], typer.Option(help="Architecture to test the four ways on. Repeatable.")
     ] = ("llama", "gemma2", "gpt_oss")  # plain, with softcapped logits, with learned sinks
     seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
@@ -146,13 +144,12 @@ class Headwise(Experiment[Options]):
         return [show(tables[name]) for name, show in _VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        name = "headwise_difference"
-        return {name: draw_difference(tables[name])} if name in tables else {}
+        return {name: draw(tables) for name, draw in _FIGURES.items() if name in tables}
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         if "headwise_decoding" not in tables:
             return []
-        rows = _most_evicted(tables)
+        rows = _most_evicted(tables).to_dict("index")
         bars = {"hooks": rows[_BY_HOOK]["share"], "patches": rows[_RAGGED]["share"]}
         ratio = rows[_RAGGED]["ratio"]
         return [Contrast(f"Bytes held with {ratio:.0%} evicted, of the full cache", bars)]
@@ -214,23 +211,36 @@ _MEASURES = {
 # ---- findings ----------------------------------------------------------------------------------
 
 
-def points(row: Any) -> str:
+def points(row: Any, form: str = "{:+.1f}") -> str:
     """A difference and its interval in percentage points."""
     difference, low, high = (100 * row[name] for name in ("difference", "low", "high"))
-    return f"{difference:+.1f}{bracket(low, high, '+.1f')}"
+    return form.format(difference) + bracket(low, high, "+.1f")
+
+
+_SAID = "**{:+.1f}** points"
+
+_CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
+"""Presses beside related work, by the name of their finding."""
 
 
 def find_worth(tables: Tables) -> Iterator[Finding]:
-    """Whether head-wise budgets improve accuracy, and by how much."""
-    table, model = tables["headwise_difference"], tables["headwise_accuracy"]["model"].iloc[0]
-    overall = table[table["ratio"].isna() & (table["pair"] == ALL)].iloc[0]
-    mean, *interval = points(overall).split(" ", 1)
+    """How much head-wise budgets gain in accuracy, over all presses and by press."""
+    table, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
+    model, uniform = accuracy["model"].iloc[0], accuracy[accuracy["budgets"] == UNIFORM]
+    means = table[table["ratio"].isna()].set_index("pair").sort_values("difference")
+    overall, pairs = means.loc[ALL], means.drop(index=ALL)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    undecided = "made no measurable difference"
-    effect = {"works": "helped", "costs": "cost answers"}.get(works, undecided)
-    text = f"Head-wise budgets {effect} on {model}: **{mean}** percentage points"
-    text = " ".join([text, *interval, "of right answers compared with uniform budgets."])
+    ends = [f"{100 * gain:+.1f} ({pair})" for pair, gain in pairs["difference"].items()]
+    text = (
+        f"Head-wise minus uniform budgets on {model}: {points(overall, _SAID)} of right answers; "
+        f"by press from {ends[0]} to {ends[-1]}."
+    )
     yield Finding("worth", text, "let heads share a budget", works)
+    for name, pair in _CITED.items():
+        gain = points(pairs.loc[pair], _SAID)
+        baseline = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
+        text = f"{pair} minus {baseline} on {model}, over all ratios: {gain} of right answers."
+        yield Finding(name, text)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:
@@ -248,7 +258,7 @@ def find_patching(tables: Tables) -> Iterator[Finding]:
     yield Finding("patching", text, need, "works" if needless else "breaks", Evidence.REFERENCE)
 
 
-def _most_evicted(tables: Tables) -> dict[str, Any]:
+def _most_evicted(tables: Tables) -> pd.DataFrame:
     """Rows with the highest ratio at the context length nearest to 4,096 tokens, by condition, with
     the `share` of the full cache's bytes that is held."""
     decoding = tables["headwise_decoding"]
@@ -256,12 +266,12 @@ def _most_evicted(tables: Tables) -> dict[str, Any]:
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
     rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == pressed["ratio"].max())]
     share = rows["bytes"] / rows["full_bytes"]
-    return rows.assign(share=share).set_index("condition").to_dict("index")
+    return rows.assign(share=share).set_index("condition")
 
 
 def find_freeing(tables: Tables) -> Iterator[Finding]:
     """Bytes held with a mask set by a hook and with ragged storage; decode time on ragged heads."""
-    rows = _most_evicted(tables)
+    rows = _most_evicted(tables).to_dict("index")
     ragged = rows[_RAGGED]
     text = (
         f"With {ragged['ratio']:.0%} evicted head by head, ragged storage (patched attention) "
@@ -329,8 +339,9 @@ _VIEWS = {
 }
 
 
-def draw_difference(table: pd.DataFrame) -> Figure:
+def draw_difference(tables: Tables) -> Figure:
     """Head-wise minus uniform accuracy in percentage points, a panel per share evicted."""
+    table = tables["headwise_difference"]
     scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
     scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
@@ -339,3 +350,22 @@ def draw_difference(table: pd.DataFrame) -> Figure:
         f"evicted, with {METHOD} over contexts"
     )
     return ratio_figure(panels, label, "accuracy, head-wise minus uniform (points)", mark=0)
+
+
+def draw_decoding(tables: Tables) -> Figure:
+    """Bytes held and the time of a decode step by condition, a panel each."""
+    rows = _most_evicted(tables).rename_axis("label").reset_index()
+    rows["mechanism"] = rows["label"].map({UNIFORM: "bare", _BY_HOOK: "hook"}).fillna("patch")
+    context, ratio, held = rows["context"].iloc[0], rows["ratio"].iloc[0], rows["share"]
+    panels = {
+        "bytes held": rows.assign(ratio=held, low=held, high=held),
+        "time of a decode step": rows.assign(ratio=rows["time"]),
+    }
+    label = (
+        f"Bytes held, and time of a decode step with {METHOD} over rounds, by how a cache of "
+        f"{context:,} tokens with {ratio:.0%} evicted is stored and decoded"
+    )
+    return ratio_figure(panels, label, "over those of the full cache")
+
+
+_FIGURES = {"headwise_difference": draw_difference, "headwise_decoding": draw_decoding}
