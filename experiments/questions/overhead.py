@@ -314,7 +314,7 @@ class Overhead(Experiment[Options]):
         }.items():
             rows = tables["overhead"].query(f"{steps} and baseline == 'bare'")
             slowest: Any = rows.groupby("mechanism", sort=False)["ratio"].max().rename(named)
-            title = f"Slowest {how} decode step with a press, over without"
+            title = f"Slowest {how} step over the bare model's"
             found += [Contrast(title, slowest.to_dict())] * (len(rows) > 0)
         return found
 
