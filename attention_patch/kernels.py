@@ -68,8 +68,8 @@ class Query:
 
     def masks_context(self, layer: RaggedLayer) -> bool:
         """Whether `visible` covers tokens of the context, and not only recent tokens."""
-        n_recent = layer.recent_states()[0].shape[1]
-        return self.visible is not None and self.visible.shape[-1] > n_recent
+        visible = self.visible
+        return visible is not None and visible.shape[-1] > layer.recent_states()[0].shape[1]
 
     def rows(self, start: int, stop: int) -> Query:
         """The same for the query tokens `start` to `stop`."""

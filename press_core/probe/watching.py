@@ -223,13 +223,19 @@ def _rotations(frame: FrameType, cos: Any, sin: Any) -> list[Rotary]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watch]:
-    """Record `model` in this thread until the block ends."""
+    """Record `model` in this thread until the block ends; a profiler that runs is paused."""
     watch, before = Watch(model), sys.getprofile()
+    # Up to Python 3.11 this can be a profiler in C (cProfile), which is no profile function.
+    profiler: Any = None if before is None or callable(before) else before
+    if profiler is not None:
+        profiler.disable()
     sys.setprofile(watch)
     try:
         yield watch
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None if profiler is not None else before)
+        if profiler is not None:
+            profiler.enable()
 
 
 N_TOKENS = 7

@@ -1,6 +1,8 @@
 """What a probe finds out about a model, what it refuses, and that it leaves nothing behind."""
 
 import copy
+import cProfile
+import pstats
 import time
 from operator import attrgetter
 
@@ -227,3 +229,18 @@ class FromZero(transformers.LlamaForCausalLM):
     def forward(self, input_ids, **kwargs):
         kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
         return super().forward(input_ids, **kwargs)
+
+
+def test_a_profiler_goes_on_behind_a_probe():
+    """What it has seen of the calls around the probe ends there; later ones are counted."""
+    model, profiler = tiny("llama"), cProfile.Profile()
+
+    def behind():
+        pass
+
+    profiler.enable()
+    with hooks_impl.KnormPress(0.5)(model):
+        behind()
+    profiler.disable()
+    called = {name: n for (_, _, name), (n, *_) in pstats.Stats(profiler).stats.items()}
+    assert called["behind"] == 1
