@@ -34,7 +34,15 @@ from press_core.cache.reading import (
 )
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
-from press_core.forward import Arguments, Forward, Progress, current, n_tokens, own_cache
+from press_core.forward import (
+    Arguments,
+    Forward,
+    Progress,
+    cache_after,
+    current,
+    n_tokens,
+    own_cache,
+)
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState
@@ -254,7 +262,7 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
             forward.fail()
             return
         for entered in reversed(forward.entered):
-            _note_missed(entered, forward)
+            _note_missed(entered, forward, output)
             completed = forward.is_context and not forward.n_remaining
             if completed and Phase.AFTER_DECODER in entered.traits.phases:
                 entered.press.after_decoder(entered, forward, output)
@@ -262,9 +270,14 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
         forward.end()
 
 
-def _note_missed(scope: ScopeState, forward: Forward) -> None:
+def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
+    """Record the sites that filled their layers in a forward without the scope noticing."""
     progress = forward.progress.get(scope)
-    if progress is not None and 0 < len(progress.depths) < len(scope.sites):
+    if progress is None:
+        return
+    cache, index = cache_after(forward, output), scope.sites[0].layer_idx
+    filled = forward.is_context and scope in forward.acting and not is_empty(cache, index)
+    if len(progress.depths) < len(scope.sites) and (progress.depths or filled):
         scope.tally.missed |= set(range(len(scope.sites))) - progress.depths
 
 

@@ -190,6 +190,13 @@ class Forward:
             self.at_end.pop(0)()
 
 
+def cache_after(forward: Forward, output: Any) -> Any:
+    """The cache that a forward of the decoder has filled with its own keys; None: no cache."""
+    if forward.cache is not None:
+        return forward.cache
+    return own_cache(getattr(output, "past_key_values", None))
+
+
 class OneMask(Enum):
     """How one mask, made by the model for all layers, can serve layers that need help."""
 

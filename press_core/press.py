@@ -10,7 +10,7 @@ from inspect import getattr_static
 from operator import or_
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor, autocast, nn
 
 from press_core.budget import Amount, Tokens, n_kept, ratio_of
 from press_core.call import AttentionCall
@@ -215,13 +215,14 @@ class Press:
         )
 
     def evict(self, call: AttentionCall) -> Eviction:
-        """The result of `compress` for `call`, as an `Eviction`.
+        """The result of `compress` for `call`, as an `Eviction`; autocast is off for it.
 
         Raises:
             UnsupportedInputError: if the press reads hidden states that were not buffered.
         """
         try:
-            return Eviction.of(call, self.compress(call))
+            with autocast(call.keys.device.type, enabled=False):
+                return Eviction.of(call, self.compress(call))
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if not (call.hidden_states.is_meta and "meta" in str(error)):
                 raise

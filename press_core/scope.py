@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from press_core.cache.memory import Key
@@ -181,7 +182,7 @@ class ScopeState:
         with _opening:
             removed([*self.installed, *self.on_layers.drop(self)])
         self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
-        self.decoder = None
+        self.decoder, self.known = None, {}
         if found:  # only the first: it is the cause of the others
             warnings.warn(f"{type(self.press).__name__}{found[0]}", RuntimeWarning, stacklevel=5)
 
@@ -243,8 +244,9 @@ class Scope:
         self.state: ScopeState | None = None
         self._lock = threading.Lock()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def open(self) -> None:
-        """Install the press.
+        """Install the press; functions that are compiled break their graph for it.
 
         Raises:
             PressError: if the press does not fit the model; nothing is installed then.
@@ -269,6 +271,7 @@ class Scope:
             _open.add(state)
             vars(self.press)["_last_scope"] = state
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def remove(self) -> None:
         """Remove the press from the model; no effect if the scope is not open."""
         with self._lock:

@@ -97,8 +97,9 @@ def _best_with_numpy(scores: Tensor, n: int | Tensor) -> Tensor:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether numpy can read `x`: it is on the CPU, and no graph is being traced for export."""
-    return x.device.type == "cpu" and type(x) is Tensor
+    """Whether numpy can read `x`: it is on the CPU, and no transform or export is tracing it."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return x.device.type == "cpu" and type(x) is Tensor and not wrapped
 
 
 def true_indices(chosen: Tensor) -> Tensor:

@@ -196,3 +196,18 @@ def test_quantized_output_projections_are_refused(package, name):
     with pytest.raises(UnsupportedModelError, match="floating-point"):
         package.PRESSES[name](package.KnormPress(0.5)).register(model)
     assert snapshot(model) == before
+
+
+@both
+def test_finch_takes_its_delimiter_out_of_masks_of_two_dimensions(package):
+    model, ids = build("llama"), context_for("FinchPress", 48)
+    press, held = example_for(package, "FinchPress", 0.5, model), []
+    causal = torch.ones(48, 48, dtype=torch.bool).tril()[None, None]
+    with press(model), pytest.raises(UnsupportedInputError, match="2-d"):
+        model(ids, attention_mask=causal, past_key_values=DynamicCache())
+    for dtype in (torch.long, torch.bool):
+        cache, mask = DynamicCache(config=model.config), torch.ones(1, 50, dtype=dtype)
+        with press(model):
+            model(ids, attention_mask=mask[:, :48], past_key_values=cache)
+            held.append(model(ids[:, :2], attention_mask=mask, past_key_values=cache).logits)
+    assert torch.equal(*held)

@@ -20,7 +20,7 @@ from press_core import Needs
 from press_core.replay.rows import ReplayPress
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_CASES = {"short": 4, "long": 3000}.get(PROFILE, 10)
+N_CASES = {"short": 5, "long": 3000}.get(PROFILE, 10)
 PRESSES = sorted(hooks_impl.PRESSES)
 REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], ReplayPress)]
 

@@ -207,6 +207,35 @@ def test_vmap(package):
         assert whole(token_ids(2, 12)).shape[:2] == (2, 1)
 
 
+def test_gradients_by_a_function_transform(package):
+    model = build("llama")
+    embedded = model.get_input_embeddings()(token_ids(1, 12))
+
+    def loss(states):
+        return model(inputs_embeds=states, past_key_values=DynamicCache()).logits.sum()
+
+    with package.KnormPress(0.5)(model):
+        gradient = torch.func.grad(loss)(embedded)
+    torch.testing.assert_close(gradient, torch.func.grad(loss)(embedded))
+
+
+@pytest.mark.parametrize("name", ["ExpectedAttentionPress", "LUKVPress", "SnapKVPress"])
+def test_scores_are_exact_under_autocast(package, name):
+    model, ids, dtypes = build("llama"), token_ids(1, 40), set()
+    press = example_for(package, name, 0.5, model)
+    choose = press.compress
+
+    def compress(call):
+        dtypes.add((call.keys.float() @ call.keys.float().mT).dtype)
+        return choose(call)
+
+    press.compress = compress
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        filled(model, press, ids)
+    assert dtypes == {torch.float32}
+    assert press.evicted_ratio == pytest.approx(0.5, abs=0.05)
+
+
 @torch.enable_grad()
 def test_a_layer_made_under_inference_mode_is_read_with_gradients(package):
     model, cache = build("llama"), DynamicCache()

@@ -78,6 +78,16 @@ def test_gradients_of_the_caller_are_what_they_were(package):
     assert all(weight.grad is None for weight in weights)
 
 
+@torch.enable_grad()
+@pytest.mark.parametrize("name", ["KVzipPress", "RestoreKVPress"])
+def test_states_of_sliding_layers_may_have_gradients(package, name):
+    model, ids = build("gemma3_text"), token_ids(1, LENGTH)
+    press, cache = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
+    with press(model):
+        model(ids, past_key_values=cache)
+    assert held(cache) == held(filled(model, press, ids))
+
+
 @both
 def test_a_model_made_in_inference_mode_is_refused_before_anything_is_installed(package):
     with torch.inference_mode():

@@ -1,10 +1,12 @@
 """A scope leaves nothing behind, however it ends."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -196,3 +198,44 @@ def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
         warnings.simplefilter("error")
         with pytest.raises(ZeroDivisionError), package.KnormPress(0.5)(model):
             run(model)
+
+
+def test_attention_that_is_replaced_everywhere_is_not_silent(model):
+    def replace():
+        for layer in model.model.layers:
+            layer.self_attn = copy.deepcopy(layer.self_attn)
+
+    scope = hooks_impl.KnormPress(0.5).register(model)
+    replace()
+    assert kept(model) == [40, 40, 40]
+    with pytest.warns(RuntimeWarning, match=r"\[0, 1, 2\].*nothing"):
+        scope.remove()
+    scope = patch_impl.KnormPress(0.5).register(model)
+    replace()
+    with pytest.raises(ScopeError):
+        run(model)
+    with pytest.warns(RuntimeWarning, match="nothing"):
+        scope.remove()
+
+
+@both
+def test_a_press_keeps_no_model_alive(package):
+    model = build("llama")
+    press = example_for(package, "RestoreKVPress", 0.5, model)
+    with press(model):
+        run(model)
+    weight = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+@both
+@pytest.mark.usefixtures("no_graphs_after")
+def test_a_scope_may_be_opened_in_a_function_that_is_compiled(package, model):
+    def opening():
+        with package.KnormPress(0.5)(model):
+            return run(model)
+
+    torch.compile(opening, backend="eager")()
+    assert kept(model) == [40, 40, 40]

@@ -104,7 +104,7 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
                 "them one by one"
             )
         else:
-            own = copy.deepcopy(layer)
+            own = copy.copy(layer)  # selecting rows replaces its states
             own.batch_select_indices(torch.tensor([row]))
         alone.layers.append(own)
     return alone

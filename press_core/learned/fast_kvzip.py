@@ -17,12 +17,12 @@ from press_core.call import AttentionCall
 from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
-from press_core.forward import Forward
+from press_core.forward import Forward, cache_after
 from press_core.learned.calibration import Calibration, learned, sized
 from press_core.learned.running import Examples, TaughtPress, trained
 from press_core.model.sites import AttentionSite
 from press_core.press import RatioPress
-from press_core.replay.rows import cache_after, store_chosen
+from press_core.replay.rows import store_chosen
 from press_core.scope import ScopeState
 from press_core.select import best_first, leading, trailing, upcast
 from press_core.tiles import rows_at_once

@@ -79,12 +79,17 @@ class Finch(RatioPress):
 
         Raises:
             UnsupportedInputError: if a prompt does not hold the delimiter once, before a question,
-                or if the decoder was given embeddings.
+                or if the decoder was given embeddings, or a mask that is not 2-d.
         """
         given, cache = forward.given, forward.cache
         ids = forward.token_ids("Finch looks for its delimiter in the token ids")
         mask = given.get("attention_mask")
         if forward.is_context:
+            if mask is not None and getattr(mask, "shape", None) != ids.shape:
+                raise UnsupportedInputError(
+                    "Finch takes its delimiter out of the tokens and of a 2-d mask; pass an "
+                    f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
+                )
             delimiters = self._delimiters(ids, mask)
             forward.notes["questions"] = ids.shape[1] - 1 - delimiters
             return _without_delimiter(given, delimiters, 0)
@@ -92,14 +97,14 @@ class Finch(RatioPress):
         counted = seen + forward.n_tokens + 1
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == counted:
             # The caller's mask still has a column for the delimiter; drop any visible column.
-            return _without_delimiter(given, mask.argmax(dim=-1), seen + 1)
+            return _without_delimiter(given, mask.int().argmax(dim=-1), seen + 1)
         return given
 
     def _delimiters(self, ids: Tensor, mask: Any) -> Tensor:
         """Index of the delimiter in each row, `(B,)`; delimiter ids in the padding do not count."""
         assert self.delimiter_token_id is not None
         found = ids.eq(self.delimiter_token_id)
-        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        if mask is not None:
             found &= mask.bool()
         if bool((found.sum(dim=-1) != 1).any()) or bool(found[:, -1].any()):
             counts = found.sum(dim=-1).tolist()

@@ -35,8 +35,8 @@ from press_core.model.sites import AttentionSite, Bystander, Place
 from press_core.probe import watching
 from press_core.probe.facts import Facts, close, facts_of
 
-_known: weakref.WeakKeyDictionary[type, dict[str, list[Facts] | str]] = weakref.WeakKeyDictionary()
-"""By model class and `_kind_of`: the facts, or why the model could not be verified."""
+_known: weakref.WeakKeyDictionary[type, dict[str, list[Facts]]] = weakref.WeakKeyDictionary()
+"""By model class and `_kind_of`: the facts."""
 
 _NO_MODULE = nn.Module()
 """Placeholder for modules in cached facts, which must not keep a model alive."""
@@ -63,10 +63,13 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with watching.one_at_a_time:
         if key not in known:
-            known[key] = _probe(model)
+            found = _probe(model)
+            if isinstance(found, str):  # maybe only now, so it is not remembered
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} could not be verified, as {found}"
+                )
+            known[key] = found
     found = known[key]
-    if isinstance(found, str):
-        raise UnsupportedModelError(f"{type(model).__name__} could not be verified, as {found}")
     if found and all(facts.window is not None for facts in found):
         raise UnsupportedModelError(
             f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
@@ -106,16 +109,24 @@ def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystand
 
 def _kind_of(model: Any) -> str:
     """A key that is equal for models of one class that share the facts."""
-    config = getattr(model, "config", None)
-    described = "" if config is None else config.to_json_string(use_diff=False)
-    of_modules = []
-    for name, module in watching.layers_of(model):
+    modules = watching.layers_of(model)
+    having = [x for x in (model, *dict(modules).values()) if getattr(x, "config", None) is not None]
+    configs = {id(x.config): x.config for x in having}.values()
+    described = [config.to_json_string(use_diff=False) for config in configs]
+    for name, module in modules:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         children = {n: type(child).__name__ for n, child in module.named_children()}
         options = {n: x for n, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
         options.pop("training", None)
-        of_modules.append(f"{name}:{type(module)}:{implementation}:{children}:{options}")
-    return "\n".join((described, *of_modules))
+        shapes = [tuple(weight.shape) for weight in module.parameters()]
+        described.append(f"{name}:{type(module)}:{implementation}:{children}:{options}:{shapes}")
+    return "\n".join((*described, f"new norms: {_has_new_norms(modules)}"))
+
+
+def _has_new_norms(modules: list[tuple[str, nn.Module]]) -> bool:
+    """Whether norms in the first module are still as initialized: keys then have equal norms."""
+    weights = [x.detach() for _, module in modules[:1] for x in module.parameters() if x.dim() == 1]
+    return any(bool((x == x[0]).all()) for x in weights if not x.is_meta and x.numel())
 
 
 def _probe(model: nn.Module) -> list[Facts] | str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
@@ -244,25 +244,37 @@ one_at_a_time = threading.RLock()
 
 @contextmanager
 def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
-    """Restore what a forward changes: random generators and attributes of modules.
+    """Restore what a forward changes: random generators, and attributes and buffers of modules.
 
     Some rotary modules adapt their frequencies to the input, and image models store the offset of
-    positions from token indices (`rope_deltas`). Open scopes take no part in forwards of this
-    thread.
+    positions from token indices (`rope_deltas`). The model is in evaluation mode. Open scopes take
+    no part in forwards of this thread; hooks of others run.
     """
-    saved = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    saved = [(m, dict(vars(m)), _copies(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
     with one_at_a_time, current.apart(), rng, _eagerly():
         for module, attributes, _ in saved:
+            module.training = False
             if "rope_deltas" in attributes:  # from the last image; transformers 5.2 would use it
                 module.rope_deltas = None  # type: ignore[assignment]
         try:
             yield
         finally:
             for module, attributes, buffers in saved:
+                for name in vars(module).keys() - attributes.keys():
+                    delattr(module, name)
                 vars(module).update(attributes)
-                module._buffers.update(buffers)
+                for name, (buffer, before) in buffers.items():
+                    module._buffers[name] = buffer
+                    if before is not None and not torch.equal(buffer, before):
+                        buffer.copy_(before)
+
+
+def _copies(buffers: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor | None]]:
+    """Buffers by name, each with a copy if it has data in this process."""
+    named = buffers.items()
+    return {n: (x, None if x is None or x.is_meta else x.clone()) for n, x in named}
 
 
 def _eagerly() -> Any:

@@ -31,7 +31,7 @@ from press_core.engine import store_decisions
 from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.fields import count
-from press_core.forward import Arguments, Forward, own_cache
+from press_core.forward import Arguments, Forward, cache_after
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
@@ -235,13 +235,6 @@ def store_chosen(
         eviction = keep(part, true_indices(mask) if even else mask)
         groups.append(RowGroup(rows, slots, eviction))
     store_decisions(scope, cache, site, Decisions(call, groups))
-
-
-def cache_after(forward: Forward, output: Any) -> Any:
-    """The cache that a forward of the decoder has filled with its own keys; None: no cache."""
-    if forward.cache is not None:
-        return forward.cache
-    return own_cache(getattr(output, "past_key_values", None))
 
 
 def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:

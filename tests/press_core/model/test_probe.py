@@ -16,6 +16,7 @@ import hooks_impl
 import patch_impl
 from experiments.framework.timing import threads
 from experiments.questions.architectures.decoders import build, decoders
+from experiments.testbed import families
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
 from tests.support import filled, snapshot
@@ -133,6 +134,36 @@ def test_a_probe_leaves_nothing_behind(name):
     assert model.training
 
 
+def test_a_probe_undoes_what_hooks_of_others_do():
+    model = tiny("llama")
+    layer = model.model.layers[1]
+    layer.register_buffer("count", torch.zeros(1))
+
+    def counting(module, *_):
+        module.count += 1
+        module.ran = True
+
+    layer.register_forward_hook(counting)
+    attention_sites(model)
+    assert not layer.count.any()
+    assert not hasattr(layer, "ran")
+
+
+def test_a_profiler_goes_on_behind_a_probe():
+    """What it has seen of the calls around the probe ends there; later ones are counted."""
+    model, profiler = tiny("llama"), cProfile.Profile()
+
+    def behind():
+        pass
+
+    profiler.enable()
+    with hooks_impl.KnormPress(0.5)(model):
+        behind()
+    profiler.disable()
+    called = {name: n for (_, _, name), (n, *_) in pstats.Stats(profiler).stats.items()}
+    assert called["behind"] == 1
+
+
 def test_a_model_is_run_once_per_class_and_configuration():
     model, calls = tiny("llama"), 0
 
@@ -166,6 +197,40 @@ def test_a_changed_attention_is_probed_anew():
     probe._known.clear()
     with pytest.raises(UnsupportedModelError, match="could not be verified"):
         attention_sites(model)
+
+
+def test_models_in_a_wrapper_without_a_configuration_are_told_apart():
+    few, many = (families.build("llama", num_heads=2 * n, num_kv_heads=n) for n in (2, 4))
+    sites = [attention_sites(nn.Sequential(model))[0] for model in (few, many)]
+    assert [(site.num_heads, site.num_kv_heads) for site in sites] == [(4, 2), (8, 4)]
+
+
+def test_what_depends_on_weights_is_found_anew_when_they_are_loaded():
+    """Qwen3 has norms of keys that are all ones until they are trained."""
+    trained, model = families.build("qwen3"), families.build("qwen3")
+    weights = trained.state_dict()
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            nn.init.ones_(module.weight)
+    assert "key norms" in attention_sites(model)[0].refusals
+    model.load_state_dict(weights)
+    assert not attention_sites(model)[0].refusals
+    zeros = families.build("llama")
+    for parameter in zeros.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(UnsupportedModelError, match="not loaded"):
+        attention_sites(zeros)
+
+
+def test_a_model_that_could_not_be_run_once_is_run_again():
+    model = tiny("llama")
+    failing = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(UnsupportedModelError, match="ZeroDivisionError"):
+        attention_sites(model)
+    failing.remove()
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.5
+    model.train()
+    assert not attention_sites(model)[0].refusals
 
 
 class Halved(nn.Module):
@@ -229,18 +294,3 @@ class FromZero(transformers.LlamaForCausalLM):
     def forward(self, input_ids, **kwargs):
         kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
         return super().forward(input_ids, **kwargs)
-
-
-def test_a_profiler_goes_on_behind_a_probe():
-    """What it has seen of the calls around the probe ends there; later ones are counted."""
-    model, profiler = tiny("llama"), cProfile.Profile()
-
-    def behind():
-        pass
-
-    profiler.enable()
-    with hooks_impl.KnormPress(0.5)(model):
-        behind()
-    profiler.disable()
-    called = {name: n for (_, _, name), (n, *_) in pstats.Stats(profiler).stats.items()}
-    assert called["behind"] == 1
