@@ -77,6 +77,8 @@ class BasePress(InstalledPress):
             yield wrap(other.site.module, "forward", partial(_beside, other))
 
     def refuse_missed(self, scope: ScopeState) -> None:
+        if len(scope.tally.missed) == len(scope.sites):  # all layers are whole: closing warns
+            return
         lost = _lost(scope)
         raise ScopeError(f"{type(self).__name__} prunes some layers and no longer others{lost}")
 
@@ -171,7 +173,7 @@ def _lost(scope: ScopeState) -> str | None:
     if not known and not any(patch.is_lost for patch in patches):
         return None
     return (
-        ": another library put back what this scope had patched (as accelerate's "
+        ": another library replaced or put back what this scope had patched (as accelerate's "
         "remove_hook_from_module does with a forward that it had replaced before), and nothing was "
         "pruned there since; undo such changes before the scope opens, or make them inside of it"
     )
