@@ -142,10 +142,18 @@ class PerLayerCompression(Wrapper):
         numbers = [ratio for ratio in self.compression_ratios if not isinstance(ratio, Tokens)]
         return sum(numbers) / len(self.compression_ratios)
 
-    def compress(self, call: AttentionCall) -> Eviction:
+    def acts_on(self, length: int) -> bool:
+        presses = map(self.press.with_ratio, self.compression_ratios)
+        return not self._fits(length) and any(press.acts_on(length) for press in presses)
+
+    def _fits(self, length: int) -> bool:
+        """Whether a context is no longer than the mean of the `Tokens`, if there is no ratio."""
         counts = [ratio.n for ratio in self.compression_ratios if isinstance(ratio, Tokens)]
         n_layers = len(self.compression_ratios)
-        if len(counts) == n_layers and call.length <= sum(counts) / n_layers:
+        return len(counts) == n_layers and length * n_layers <= sum(counts)
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        if self._fits(call.length):
             return Eviction.nothing(call)
         ratio = self.compression_ratios[call.site.layer_idx]
         return self.press.with_ratio(ratio).evict(call)
