@@ -10,7 +10,18 @@ import hooks_impl
 from experiments.testbed.recipes import recipe_pair
 from press_core import HyperparameterError, Tokens, kept_lengths
 from tests.slow import votes
-from tests.support import build, context_for, example_for, forwards, held, make, ran, watched
+from tests.support import (
+    build,
+    context_for,
+    example_for,
+    filled,
+    forwards,
+    held,
+    make,
+    ran,
+    token_ids,
+    watched,
+)
 
 # ---- H2O -----------------------------------------------------------------------------------------
 
@@ -114,6 +125,15 @@ def test_a_budget_is_kept(package, name, tokens, length):
     else:
         expected = tokens + (name in BEFORE_STEPS)
         assert float(kept.float().mean()) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "chunk"), [(30, 10, 5), (100, 20, 10), (500, 100, 20)]
+)
+def test_whole_chunks_fill_a_budget(package, length, budget, chunk):
+    press = package.ChunkKVPress(package.KnormPress(Tokens(budget)), chunk)
+    cache = filled(build("llama"), press, token_ids(1, length))
+    assert torch.stack(kept_lengths(cache)).unique().tolist() == [budget]
 
 
 def test_compositions_share_a_budget_as_they_share_a_ratio(package):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core.budget import Amount, Tokens, is_amount, kept_of_chunks
+from press_core.budget import Amount, Tokens, is_amount, kept_of_chunks, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.eviction import Eviction
@@ -277,7 +277,11 @@ class ChunkKV(Wrapper, BudgetPress):
     def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
         """Positions of the tokens that every head keeps, `(n,)` int64, by `scores` `(S,)`."""
         chunks, held = in_chunks(scores, self.chunk_length)
-        n = max(1, int(len(chunks) * (1 - self.ratio_of(call.length))))
+        amount, n = self.amount, len(chunks)
+        if isinstance(amount, Tokens):  # in integers, as a chunk is more than a rounding error
+            n = max(1, n * amount.of(call.length) // call.length)
+        else:
+            n = n_kept(n, amount)
         best = (chunks.sum(dim=-1) / held.sum(dim=-1)).topk(n).indices
         tokens = torch.arange(held.numel(), device=held.device).view_as(held)
         return tokens[best][held[best]]
