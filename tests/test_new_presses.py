@@ -149,6 +149,9 @@ def test_compositions_share_a_budget_as_they_share_a_ratio(package):
         lengths.append(press.compression_ratio.of(lengths[-1]))
     assert lengths[-1] == 4
     assert lengths == sorted(lengths, reverse=True)
+    idle = package.ComposedPress([*composed.presses, package.KeyDiffPress(0.0)]).with_budget(8)
+    first, last, nothing = (press.compression_ratio for press in idle.presses)
+    assert (first.of(512), last.of(32), nothing.of(512)) == (32, 8, 512)
 
 
 def test_layers_share_a_budget_as_they_share_ratios(package):

@@ -69,7 +69,8 @@ class Composed(Composition):
         presses, done, total = list(self.presses), 0.0, compression_ratio
         for index, weight in _shares(self.presses).items():
             if isinstance(total, Tokens):  # previous presses have covered the part `done`
-                progress = total.progress * weight / (1 - total.progress * done)
+                left = max(1e-12, 1 - total.progress * done)  # 0 before presses without a ratio
+                progress = total.progress * weight / left
                 share: Amount = Tokens(total.n, min(1.0, progress))
             else:
                 share = 1 - (1 - total) ** weight
