@@ -119,8 +119,11 @@ def test_a_model_of_sliding_layers_only(package):
 def test_rope_where_there_is_none(package):
     model = build("gpt2")
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"ExpectedAttentionPress .*rotary"):
-        package.ExpectedAttentionPress(0.5).register(model)
+    finch = package.FinchPress(delimiter_token_id=1)
+    of_layers = package.PerLayerCompressionPress(finch, [0.5, 0.2])
+    for press in (package.ExpectedAttentionPress(0.5), of_layers):
+        with pytest.raises(UnsupportedModelError, match=rf"{type(press).__name__} .*rotary"):
+            press.register(model)
     assert snapshot(model) == before
 
 
