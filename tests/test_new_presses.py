@@ -158,6 +158,9 @@ def test_layers_share_a_budget_as_they_share_ratios(package):
     press = package.PerLayerCompressionPress(package.KnormPress(), [0.2, 0.6])
     assert press.with_budget(30).compression_ratios == [Tokens(40), Tokens(20)]
     assert press.with_budget(30).with_budget(15).compression_ratios == [Tokens(20), Tokens(10)]
+    mixed = package.PerLayerCompressionPress(package.KnormPress(), [Tokens(10), 0.5])
+    with pytest.raises(HyperparameterError, match="all ratios or all Tokens"):
+        mixed.with_budget(20)
 
 
 def test_a_budget_is_a_copy_and_in_range(package):

@@ -163,7 +163,14 @@ class PerLayerCompression(Wrapper):
         return Press.with_ratio(self, compression_ratio)
 
     def with_budget(self, tokens: int) -> Press:
-        """A copy that keeps `tokens` on average over layers, in the proportions of this one."""
+        """A copy that keeps `tokens` on average over layers, in the proportions of this one.
+
+        Raises:
+            HyperparameterError: if some layers have `Tokens` and others a ratio.
+        """
+        kinds = {isinstance(ratio, Tokens) for ratio in self.compression_ratios}
+        allowed = "all ratios or all Tokens for with_budget, which keeps their proportions"
+        require(self, "compression_ratios", len(kinds) == 1, allowed)
         parts = [r.n if isinstance(r, Tokens) else 1 - r for r in self.compression_ratios]
         mean = sum(parts) / len(parts)
         numbers = [Tokens(max(1, round(tokens * part / mean))) for part in parts]
