@@ -9,13 +9,7 @@ import transformers
 from transformers import DynamicCache
 
 from attention_patch import headwise
-from press_core import (
-    Tokens,
-    UnsupportedCacheError,
-    UnsupportedInputError,
-    kept_lengths,
-    prefill,
-)
+from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
 from tests.support import (
     GREEDY,
     both,
@@ -233,8 +227,8 @@ ACTS = {  # with a ratio, and not without
     "lazy": lambda p, ratio: p.SimLayerKVPress(1 - ratio, n_recent=9),
     "by head": lambda p, ratio: p.ComposedPress([p.DuoAttentionPress(ratio, True, None, 2, 7)]),
     "channels": lambda p, ratio: p.ThinKPress(ratio),
-    "by layer": lambda p, ratio: p.PerLayerCompressionPress(
-        p.KnormPress(0.5), [Tokens(90), Tokens(50 - int(60 * ratio))]
+    "by layer": lambda p, ratio: p.PerLayerCompressionPress(p.KnormPress(), [0.1, 0.8]).with_budget(
+        LENGTH + 5 - int(20 * ratio)
     ),
 }
 
