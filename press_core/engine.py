@@ -179,7 +179,7 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
-    if press.keeps(layer.n_slots) >= layer.n_slots:
+    if not press.acts_on(layer.n_slots):
         return
     keys, values = layer.states()
     given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))

@@ -170,9 +170,13 @@ class Press:
         return own and all(part.is_long_enough(length) for part in self.parts)
 
     def keeps(self, length: int) -> int:
-        """How many tokens of a context of `length` each KV head keeps, on average over layers."""
+        """How many of `length` tokens each KV head keeps by its ratio, on average over layers."""
         own = n_kept(length, self.amount) if self.is_long_enough(length) else length
         return min([own, *(part.keeps(length) for part in self.parts)])
+
+    def acts_on(self, length: int) -> bool:
+        """Whether the press may evict anything of a context of `length` tokens."""
+        return self.keeps(length) < length or any(part.acts_on(length) for part in self.parts)
 
     def budget(self, call: AttentionCall) -> int:
         """How many tokens of `call` each KV head keeps, on average where heads differ.

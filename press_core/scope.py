@@ -192,7 +192,7 @@ class ScopeState:
         if tally.layers or tally.n_contexts or not length:
             return None
         prefill_only = self.traits.phases & ~Phase.DECODER == Phase.PREFILL
-        if not prefill_only or self.press.keeps(length) >= length:
+        if not prefill_only or not self.press.acts_on(length):
             return None
         return (
             f" evicted nothing: all {length} tokens were in the cache before this scope opened; "

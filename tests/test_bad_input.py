@@ -117,10 +117,11 @@ def test_a_model_of_sliding_layers_only(package):
 
 @both
 def test_rope_where_there_is_none(package):
-    model = build("gpt2")
-    before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"ExpectedAttentionPress .*rotary"):
-        package.ExpectedAttentionPress(0.5).register(model)
+    model, finch = build("gpt2"), package.FinchPress(delimiter_token_id=1)
+    before, of_layers = snapshot(model), package.PerLayerCompressionPress(finch, [0.5, 0.2])
+    for press in (package.ExpectedAttentionPress(0.5), of_layers):
+        with pytest.raises(UnsupportedModelError, match=rf"{type(press).__name__} .*rotary"):
+            press.register(model)
     assert snapshot(model) == before
 
 

@@ -69,6 +69,7 @@ def test_what_every_press_says_is_what_is_gone(model, package, name):
     gone, said = run(model, press, context_for(name, 61 + finch), n_steps, since)
     gone = 1 - (1 - gone) * 62 / 61 if finch else gone
     assert said == pytest.approx(gone, abs=1e-6)
+    assert press.acts_on(61) or name in STEPS
     if name == "ThinKPress":  # loses channels, and no token
         assert gone == 0
     else:

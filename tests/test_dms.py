@@ -168,3 +168,5 @@ def test_one_token_is_not_judged_by_a_comparison(package, name):
     for inner in (press, package.CriticalKVPress(press), of_ones_own(package, independent=False)):
         with pytest.raises(HyperparameterError, match=refused):
             package.DMSPress(inner, 0.0, decoding=True)
+    weighing = package.CriticalKVPress(package.KnormPress(), first_stage_ratio=0.0)
+    package.DMSPress(weighing, 0.0, decoding=True)  # the first stage alone compares tokens

@@ -116,6 +116,13 @@ def test_a_budget_is_kept(package, name, tokens, length):
         assert float(kept.float().mean()) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(("length", "budget", "chunk"), [(30, 10, 5), (500, 100, 20)])
+def test_whole_chunks_fill_a_budget(package, length, budget, chunk):
+    press = package.ChunkKVPress(package.KnormPress(Tokens(budget)), chunk)
+    cache, _ = ran(build("llama"), press, [context_for("ChunkKVPress", length)])
+    assert torch.stack(kept_lengths(cache)).unique().tolist() == [budget]
+
+
 def test_compositions_share_a_budget_as_they_share_a_ratio(package):
     composed = package.ComposedPress([package.KnormPress(0.75), package.KeyDiffPress(0.5)])
     ratios = [press.compression_ratio for press in composed.with_ratio(1 - 1 / 64).presses]
@@ -129,12 +136,18 @@ def test_compositions_share_a_budget_as_they_share_a_ratio(package):
         lengths.append(press.compression_ratio.of(lengths[-1]))
     assert lengths[-1] == 4
     assert lengths == sorted(lengths, reverse=True)
+    idle = package.ComposedPress([*composed.presses, package.KeyDiffPress(0.0)]).with_budget(8)
+    first, last, nothing = (press.compression_ratio for press in idle.presses)
+    assert (first.of(512), last.of(32), nothing.of(512)) == (32, 8, 512)
 
 
 def test_layers_share_a_budget_as_they_share_ratios(package):
     press = package.PerLayerCompressionPress(package.KnormPress(), [0.2, 0.6])
     assert press.with_budget(30).compression_ratios == [Tokens(40), Tokens(20)]
     assert press.with_budget(30).with_budget(15).compression_ratios == [Tokens(20), Tokens(10)]
+    mixed = package.PerLayerCompressionPress(package.KnormPress(), [Tokens(10), 0.5])
+    with pytest.raises(HyperparameterError, match="with_budget"):
+        mixed.with_budget(20)
 
 
 def test_a_budget_is_a_copy_and_in_range(package):

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.testbed.recipes import PROMPTS
-from press_core import UnsupportedInputError, UnsupportedModelError
+from press_core import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
 from tests.support import both, build, example_for, filled, held, left_padded, snapshot, token_ids
 
 LENGTH = 40
@@ -184,6 +184,22 @@ def test_padding_is_told_by_a_mask_of_any_form(package, name):
         for given in (mask, causal & mask.bool()[:, None, None])
     ]
     assert found[0] == found[1]
+
+
+@every
+def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, name):
+    """Not where no cache is filled, and not of rows without padding."""
+    model, ran = build("gemma2", attn_implementation="eager"), []
+    ids, mask, positions = left_padded(2, LENGTH, [0, 7])
+    given = {"attention_mask": mask, "position_ids": positions}
+    with example_for(package, name, 0.5, model)(model):
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: ran.append(1))
+        for cache in (None, DynamicCache(config=model.config)):
+            with pytest.raises(UnsupportedCacheError, match=r"padded.*Sliding"):
+                model(ids, past_key_values=cache, **given)
+        assert not ran
+        model(ids, use_cache=False, **given)
+        model(ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize(("length", "kept"), [(1, {0}), (4, {0, 1, 2}), (12, {*range(6)})])

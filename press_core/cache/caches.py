@@ -82,6 +82,20 @@ def columns_of(layer: Any, n_new: int) -> int:
     return int(layer.get_seq_length()) + n_new if pruned is None else pruned.columns(n_new)
 
 
+def check_rows(cache: Any) -> None:
+    """Raise unless `row_alone` can leave out the padding of rows, as sliding windows cannot.
+
+    Raises:
+        UnsupportedCacheError: if a layer is not a plain `DynamicLayer`.
+    """
+    for layer in getattr(cache, "layers", ()):
+        if type(layer) is not DynamicLayer:
+            raise UnsupportedCacheError(
+                f"rows of a padded batch cannot be told apart in a {type(layer).__name__}; run "
+                "them one by one"
+            )
+
+
 def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
     """A new cache with one batch row of `cache`, which is not changed.
 
@@ -89,20 +103,16 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
         slots: `(n,)` int64, the slots of the row that are not padding; None: all.
 
     Raises:
-        UnsupportedCacheError: if there is padding and some layers are not plain `DynamicLayer`s,
-            such as sliding windows.
+        UnsupportedCacheError: if there is padding, and `check_rows` raises.
     """
+    if slots is not None:
+        check_rows(cache)
     alone = DynamicCache()
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
             states = (layer.keys[row : row + 1], layer.values[row : row + 1])
             keys, values = (x if slots is None else x.index_select(2, slots) for x in states)
             own = PrunedLayer(DynamicLayer()).holding(keys, values).inner
-        elif slots is not None:
-            raise UnsupportedCacheError(
-                f"rows of a padded batch cannot be told apart in a {type(layer).__name__}; run "
-                "them one by one"
-            )
         else:
             own = copy.copy(layer)  # selecting rows replaces its states
             own.batch_select_indices(torch.tensor([row]))

@@ -276,6 +276,9 @@ class DuoAttention(MeasuredPress, LearnedPress):
     evicts = Evicts.PER_HEAD
     whole_up_to = "sink_size", "recent_size"
 
+    def acts_on(self, length: int) -> bool:
+        return self.is_long_enough(length) and self.head_compression_ratio > 0
+
     def find(self, model: Any) -> Calibration:
         if not self.on_the_fly_scoring or self.head_scores is not None:
             return super().find(model)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core.budget import Amount, Tokens, is_amount, kept_of_chunks
+from press_core.budget import Amount, Tokens, is_amount, kept_of_chunks, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.eviction import Eviction
@@ -69,7 +69,8 @@ class Composed(Composition):
         presses, done, total = list(self.presses), 0.0, compression_ratio
         for index, weight in _shares(self.presses).items():
             if isinstance(total, Tokens):  # previous presses have covered the part `done`
-                progress = total.progress * weight / (1 - total.progress * done)
+                left = max(1e-12, 1 - total.progress * done)  # 0 before presses without a ratio
+                progress = total.progress * weight / left
                 share: Amount = Tokens(total.n, min(1.0, progress))
             else:
                 share = 1 - (1 - total) ** weight
@@ -142,10 +143,18 @@ class PerLayerCompression(Wrapper):
         numbers = [ratio for ratio in self.compression_ratios if not isinstance(ratio, Tokens)]
         return sum(numbers) / len(self.compression_ratios)
 
-    def compress(self, call: AttentionCall) -> Eviction:
+    def acts_on(self, length: int) -> bool:
+        presses = map(self.press.with_ratio, self.compression_ratios)
+        return not self._fits(length) and any(press.acts_on(length) for press in presses)
+
+    def _fits(self, length: int) -> bool:
+        """Whether a context is no longer than the mean of the `Tokens`, if there is no ratio."""
         counts = [ratio.n for ratio in self.compression_ratios if isinstance(ratio, Tokens)]
         n_layers = len(self.compression_ratios)
-        if len(counts) == n_layers and call.length <= sum(counts) / n_layers:
+        return len(counts) == n_layers and length * n_layers <= sum(counts)
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        if self._fits(call.length):
             return Eviction.nothing(call)
         ratio = self.compression_ratios[call.site.layer_idx]
         return self.press.with_ratio(ratio).evict(call)
@@ -154,7 +163,14 @@ class PerLayerCompression(Wrapper):
         return Press.with_ratio(self, compression_ratio)
 
     def with_budget(self, tokens: int) -> Press:
-        """A copy that keeps `tokens` on average over layers, in the proportions of this one."""
+        """A copy that keeps `tokens` on average over layers, in the proportions of this one.
+
+        Raises:
+            HyperparameterError: if some layers have `Tokens` and others a ratio.
+        """
+        kinds = {isinstance(ratio, Tokens) for ratio in self.compression_ratios}
+        allowed = "all ratios or all Tokens for with_budget, which keeps their proportions"
+        require(self, "compression_ratios", len(kinds) == 1, allowed)
         parts = [r.n if isinstance(r, Tokens) else 1 - r for r in self.compression_ratios]
         mean = sum(parts) / len(parts)
         numbers = [Tokens(max(1, round(tokens * part / mean))) for part in parts]
@@ -269,7 +285,11 @@ class ChunkKV(Wrapper, BudgetPress):
     def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
         """Positions of the tokens that every head keeps, `(n,)` int64, by `scores` `(S,)`."""
         chunks, held = in_chunks(scores, self.chunk_length)
-        n = max(1, int(len(chunks) * (1 - self.ratio_of(call.length))))
+        amount, n = self.amount, len(chunks)
+        if isinstance(amount, Tokens):  # in integers, as a chunk is more than a rounding error
+            n = max(1, n * amount.of(call.length) // call.length)
+        else:
+            n = n_kept(n, amount)
         best = (chunks.sum(dim=-1) / held.sum(dim=-1)).topk(n).indices
         tokens = torch.arange(held.numel(), device=held.device).view_as(held)
         return tokens[best][held[best]]

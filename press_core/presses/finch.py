@@ -50,8 +50,8 @@ class Finch(RatioPress):
 
     @property
     def needs(self) -> Needs:
-        rotates = self.rerotate_keys and self.compression_ratio != 0
-        return Needs.QUERIES | (Needs.ROPE | Needs.NEW_POSITIONS if rotates else Needs.NOTHING)
+        of_keys = Needs.ROPE | Needs.NEW_POSITIONS if self.rerotate_keys else Needs.NOTHING
+        return Needs.QUERIES | of_keys
 
     def update_model_and_tokenizer(
         self, model: Any, tokenizer: Any, delimiter_token: str = "<|finch_sep|>"

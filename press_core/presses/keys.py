@@ -368,12 +368,13 @@ class ThinK(Press):
 
     @property
     def requested_ratio(self) -> float:
-        return self.key_channel_compression_ratio / 2  # values keep all channels
+        """Share of the cache that is dropped; values keep all channels."""
+        return self.key_channel_compression_ratio / 2
 
-    @property
-    def compression_ratio(self) -> float:
-        """Share of the cache that is dropped."""
-        return self.requested_ratio
+    compression_ratio = requested_ratio
+
+    def acts_on(self, length: int) -> bool:
+        return self.key_channel_compression_ratio > 0
 
     @property
     def evicts(self) -> Evicts:

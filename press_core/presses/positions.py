@@ -180,6 +180,9 @@ class SimLayerKV(MeasuredPress):
     row_by_row = True
     whole_up_to = "n_initial", "n_recent", "n_last"
 
+    def acts_on(self, length: int) -> bool:
+        return self.is_long_enough(length) and self.lazy_threshold < 1
+
     def compress(self, call: AttentionCall) -> Eviction:
         if not self.is_long_enough(call.length) or self.laziness(call) <= self.lazy_threshold:
             return Eviction.nothing(call)

@@ -98,7 +98,7 @@ class CriticalKV(Critical, TokenScorer):
 
     @property
     def independent(self) -> bool:
-        return self.scorer.independent
+        return self.scorer.independent and self.first_stage_ratio == 0  # else tokens compete
 
     def score(self, call: AttentionCall) -> Tensor:
         n_first = int(self.budget(call) * self.first_stage_ratio)

@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import known, row_alone
+from press_core.cache.caches import check_rows, known, row_alone
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
@@ -151,8 +151,10 @@ class ReplayPress(RatioPress, InstalledPress):
     def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
         """Raise before the decoder runs over a context that cannot be replayed."""
         if self.compression_ratio and forward.is_context:
-            self._real_tokens(forward)
+            padded = self._real_tokens(forward) is not None
             self._require_plain(scope, forward.cache)
+            if padded:
+                check_rows(cache_before(scope, forward))
         return forward.given
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
@@ -235,6 +237,13 @@ def store_chosen(
         eviction = keep(part, true_indices(mask) if even else mask)
         groups.append(RowGroup(rows, slots, eviction))
     store_decisions(scope, cache, site, Decisions(call, groups))
+
+
+def cache_before(scope: ScopeState, forward: Forward) -> Any:
+    """The cache that a forward of the decoder will fill, or one like it; None: no cache."""
+    config, uses = getattr(scope.decoder, "config", None), forward.given.get("use_cache")
+    uses = getattr(config, "use_cache", True) if uses is None else uses
+    return DynamicCache(config=config) if forward.cache is None and uses else forward.cache
 
 
 def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:

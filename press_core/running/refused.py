@@ -32,7 +32,7 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
             "speculative decoding (assistant_model, prompt_lookup_num_tokens) may be rolled back; "
             "leave the assistance out, or use a press that acts after the prefill only"
         )
-    if scope.press.keeps(forward.n_tokens) >= forward.n_tokens:
+    if not scope.press.acts_on(forward.n_tokens):
         return
     raise UnsupportedInputError(
         f"{type(scope.press).__name__} evicts tokens of a context, but draft tokens of speculative "
