@@ -20,7 +20,7 @@ kvpress has no {without}.
 Every press is built from `hooks_impl`, from `patch_impl` and from kvpress, and run on the same
 small random models (transformers {transformers}). What a cache holds is found by comparing its
 values, bit for bit, with those that the model made; nothing that a press reports is used. The
-arguments are in [`cases.py`](../tests/oracle/cases.py). `make parity` writes this page, and
+arguments are in [`cases.yaml`](../tests/oracle/cases.yaml). `make parity` writes this page, and
 `make test-oracle` fails where a run would write something else.
 
 ## Same tokens
