@@ -244,7 +244,7 @@ one_at_a_time = threading.RLock()
 
 @contextmanager
 def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
-    """Restore what a forward changes: random generators, and attributes and buffers of modules.
+    """Restore what a forward changes: random generators, attributes and small buffers of modules.
 
     Some rotary modules adapt their frequencies to the input, and image models store the offset of
     positions from token indices (`rope_deltas`). The model is in evaluation mode. Open scopes take
@@ -262,8 +262,6 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, attributes, buffers in saved:
-                for name in vars(module).keys() - attributes.keys():
-                    delattr(module, name)
                 vars(module).update(attributes)
                 for name, (buffer, before) in buffers.items():
                     module._buffers[name] = buffer
@@ -272,9 +270,12 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
 
 
 def _copies(buffers: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor | None]]:
-    """Buffers by name, each with a copy if it has data in this process."""
-    named = buffers.items()
-    return {n: (x, None if x is None or x.is_meta else x.clone()) for n, x in named}
+    """Buffers by name, small ones with a copy: larger ones hold weights in some formats."""
+
+    def is_small(x: Tensor | None) -> bool:
+        return x is not None and not x.is_meta and x.numel() <= 2**16
+
+    return {name: (x, x.clone() if is_small(x) else None) for name, x in buffers.items()}
 
 
 def _eagerly() -> Any:

@@ -141,12 +141,10 @@ def test_a_probe_undoes_what_hooks_of_others_do():
 
     def counting(module, *_):
         module.count += 1
-        module.ran = True
 
     layer.register_forward_hook(counting)
     attention_sites(model)
     assert not layer.count.any()
-    assert not hasattr(layer, "ran")
 
 
 def test_a_profiler_goes_on_behind_a_probe():
