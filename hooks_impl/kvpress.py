@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
@@ -19,11 +20,11 @@ from press_core.fields import require
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions
 from press_core.observing import AttentionPass
-from press_core.press import Press, also_needs
+from press_core.press import Press
 from press_core.presses.composed import Composed, PerLayerCompression
 from press_core.presses.decoding import PrefillDecoding
 from press_core.scope import ScopeState
-from press_core.traits import Evicts, Needs, Phase
+from press_core.traits import Needs, Phase, also_needs
 
 CALL = "attention_call"
 """Keyword argument that passes the `AttentionCall` to the methods of a press."""
@@ -156,11 +157,6 @@ def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -
     hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
     if hidden is None:
         return kept
-    if press.evicts is not Evicts.PER_HEAD:
-        raise PressError(
-            f"{type(press).__name__} sets module.masked_key_indices, which evicts different tokens "
-            "per head, without declaring it: set `evicts = Evicts.PER_HEAD` in the class"
-        )
     mask = torch.ones(call.keys.shape[:3], dtype=torch.bool, device=call.keys.device)
     mask[hidden] = False
     return Eviction.keep_per_head(call, mask)
@@ -168,24 +164,37 @@ def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -
 
 def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
     """Call `score` with the hidden states of the keys; once per KV head, if kept tokens differ."""
-    module, states, *others = arguments(call)
-    tokens = call.at.tokens
+    tokens, at = call.at.tokens, call.at
     if tokens is None or bool((tokens < 0).any()):  # some keys' hidden states are not known
-        return method(module, states, *others)
+        return method(*arguments(call))
 
     def of_keys(tokens: Tensor) -> Any:
-        index = tokens.unsqueeze(-1).expand(-1, -1, states.shape[-1])
-        return method(module, states.gather(1, index), *others)
+        def chosen(x: Tensor) -> Tensor:  # (1 or B, q, channels)
+            index = tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+            return x.expand(len(tokens), -1, -1).gather(1, index)
+
+        embeddings = at.embeddings and (chosen(at.embeddings[0]), chosen(at.embeddings[1]))
+        ids = None if at.ids is None else chosen(at.ids.unsqueeze(-1)).squeeze(-1)
+        own = replace(at, embeddings=embeddings, ids=ids)
+        seen = call.replace(hidden_states=chosen(call.hidden_states), at=own)
+        return method(*arguments(call, seen))
 
     if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
         return of_keys(tokens[:, 0])
     return torch.stack([of_keys(of_head)[:, i] for i, of_head in enumerate(tokens.unbind(1))], 1)
 
 
-def arguments(call: AttentionCall) -> tuple[Any, ...]:
-    """The arguments of kvpress's methods, for `call`."""
-    states = call.hidden_states, call.keys, call.values, call.attentions
-    return view_of(call.site), *states, {**call.kwargs, CALL: call}
+def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[Any, ...]:
+    """The arguments of kvpress's methods for `call`.
+
+    Args:
+        seen: `call`, with hidden states and positions of some of its tokens; None: of all.
+    """
+    seen = seen or call
+    states = seen.hidden_states, call.keys, call.values, call.attentions
+    of_tokens = {"position_embeddings": seen.at.embeddings, "position_ids": seen.at.ids}
+    given = {n: x for n, x in of_tokens.items() if n in call.kwargs and x is not None}
+    return view_of(call.site), *states, {**call.kwargs, **given, CALL: call}
 
 
 def call_of(

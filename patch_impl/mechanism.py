@@ -21,10 +21,10 @@ from press_core.model.sites import AttentionSite, Bystander
 from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
-from press_core.press import Press, RatioPress, also_needs
+from press_core.press import Press, RatioPress
 from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import TokenScorer
-from press_core.traits import Needs
+from press_core.traits import Needs, also_needs
 
 
 @dataclass

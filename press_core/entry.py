@@ -48,6 +48,9 @@ from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState
 from press_core.traits import Phase
 
+GIVEN = "given"
+"""In `Forward.notes`, with the index of a layer: the arguments of the module that fills it."""
+
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
     """Called before a forward of the decoder; returns the arguments to call it with."""
@@ -288,12 +291,18 @@ def before_attention(forward: Forward, site: AttentionSite, given: Arguments) ->
     """The arguments to call an attention module with, in a forward that reads pruned layers."""
     if not forward.helps or forward.cache is None:
         return given
-    return helped(forward, site, given, forward.cache.layers[site.layer_idx])
+    given = helped(forward, site, given, forward.cache.layers[site.layer_idx])
+    forward.notes[GIVEN, site.layer_idx] = given
+    return given
 
 
 def before_bystander(forward: Forward, other: Bystander, given: Arguments) -> Arguments:
-    """The same for a module that presses do not prune, which may read another one's layer."""
-    if not forward.helps or other.owner is None:
+    """The same for a module that presses do not prune, which may read another one's layer.
+
+    It reads the states that the other one has read, which may have been pruned since.
+    """
+    owner: Arguments | None = forward.notes.get((GIVEN, other.owner))
+    if owner is None or not forward.helps:
         return given
-    layer = forward.cache.layers[other.owner]  # whose module has run
-    return helped(forward, other.site, given, layer, n_held=forward.n_tokens)
+    names = "attention_mask", "position_embeddings", "position_ids"
+    return given.replace(**{n: owner.get(n) for n in names if n in (*given.names, *given.kwargs)})

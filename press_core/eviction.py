@@ -12,7 +12,8 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.model.rotary import NoRotation
-from press_core.select import gather_each
+from press_core.select import gather_each, is_readable
+from press_core.traits import Evicts
 
 REPORT_POSITIONS = (
     "let its compress return Eviction.keep(call, positions), or write it as a ScorerPress"
@@ -76,9 +77,9 @@ class Eviction:
         """Keep the keys and values at `positions` `(B, H_kv, n)` int64, ascending; `n >= 1`.
 
         Raises:
-            PressError: if `positions` have another shape or dtype.
+            PressError: if `positions` have another shape or dtype, or (on a CPU) are out of range.
         """
-        _check_indices("keep", call, positions, torch.int64)
+        _check_indices("keep", call, positions, torch.int64, call.length)
         keys, values = gather_each(positions, call.keys, call.values)
         return cls(call, keys, values, positions)
 
@@ -91,12 +92,17 @@ class Eviction:
         Raises:
             PressError: if `mask` has another shape or dtype.
         """
-        _check_indices("keep_per_head", call, mask, torch.bool)
+        _check_indices("keep_per_head", call, mask, torch.bool, call.length)
         return replace(cls._all(call), head_mask=mask, carried=carried or {})
 
     @classmethod
     def keep_channels(cls, call: AttentionCall, channels: Tensor) -> Eviction:
-        """Keep `channels` `(B, H_kv, d')` int64, ascending, of the keys, and all of the values."""
+        """Keep `channels` `(B, H_kv, d')` int64, ascending, of the keys, and all of the values.
+
+        Raises:
+            PressError: see `keep`.
+        """
+        _check_indices("keep_channels", call, channels, torch.int64, call.keys.shape[3])
         index = channels.unsqueeze(2).expand(-1, -1, call.length, -1)
         return replace(cls._all(call), keys=call.keys.gather(-1, index), channels=channels)
 
@@ -125,10 +131,16 @@ class Eviction:
         """What the `compress` of a press returned for `call`, an Eviction or keys and values.
 
         Raises:
-            PressError: if it is neither, or keys and values do not fit `call`.
+            PressError: if it is neither, or does not fit `call`.
         """
         if isinstance(returned, cls):
-            return returned
+            made_for = returned.call
+            if made_for.site is call.site and made_for.keys.shape == call.keys.shape:
+                return returned
+            raise PressError(
+                f"compress returned an Eviction of {made_for.site.name} for {call.site.name}; "
+                "make one for each call"
+            )
         is_several = isinstance(returned, (tuple, list, Iterator))
         given = tuple(returned) if is_several else (returned,)
         if not _are_states_of(call, given):
@@ -147,6 +159,13 @@ class Eviction:
     def length(self) -> int:
         """`n`: number of kept keys."""
         return int(self.keys.shape[2])
+
+    @property
+    def evicts(self) -> Evicts:
+        """What it evicts, or may: `NOTHING` also if it keeps the same tokens in every head."""
+        per_head = self.head_mask is not None or self.late_mask is not None
+        kinds = {Evicts.PER_HEAD: per_head, Evicts.CHANNELS: self.channels is not None}
+        return max([kind for kind, is_set in kinds.items() if is_set] or [Evicts.NOTHING])
 
     @property
     def known_kept(self) -> Tensor:
@@ -215,7 +234,7 @@ def _all_tokens(keys: Tensor) -> Tensor:
     return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
 
 
-# ---- checks: of metadata only, as reading values would wait for the GPU --------------------------
+# ---- checks: of values only on a CPU, as reading them would wait for a GPU -----------------------
 
 
 def _are_states_of(call: AttentionCall, given: tuple[Any, ...]) -> bool:
@@ -230,22 +249,29 @@ def _are_states_of(call: AttentionCall, given: tuple[Any, ...]) -> bool:
     )
 
 
-def _check_indices(kind: str, call: AttentionCall, given: Any, dtype: torch.dtype) -> None:
-    """Raise unless `given` is `(B, H_kv, S)` of `dtype`, or `(B, H_kv, n)` if these are integers.
+def _check_indices(
+    kind: str, call: AttentionCall, given: Any, dtype: torch.dtype, size: int
+) -> None:
+    """Raise unless `given` is `(B, H_kv, size)` bool, or `(B, H_kv, n)` integers below `size`.
 
     Raises:
         PressError: with what was given and what `Eviction.<kind>` takes.
     """
-    batch, heads, length = call.keys.shape[:3]
-    is_mask = dtype is torch.bool
+    batch, heads, is_mask, found = *call.keys.shape[:2], dtype is torch.bool, _described(given)
     if isinstance(given, Tensor) and given.ndim == 3 and given.dtype is dtype:
         n = given.shape[2]
-        if given.shape[:2] == (batch, heads) and (n == length if is_mask else n != 0):
-            return
-    last = length if is_mask else "n >= 1"
+        if given.shape[:2] == (batch, heads) and (n == size if is_mask else 1 <= n <= size):
+            if is_mask or not is_readable(given) or torch.compiler.is_compiling():
+                return
+            low, high = map(int, given.aminmax())
+            if low >= 0 and high < size:
+                return
+            found = f"indices from {low} to {high}"
+    last = size if is_mask else f"1 <= n <= {size}"
     raise PressError(
-        f"Eviction.{kind} was given {_described(given)}; it takes a tensor ({batch}, {heads}, "
-        f"{last}) {dtype}; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same"
+        f"Eviction.{kind} was given {found}; it takes a tensor ({batch}, {heads}, {last}) {dtype}"
+        f"{'' if is_mask else f', indices from 0 to {size - 1}'}; `.expand(*call.keys.shape[:2], "
+        "-1)` gives all KV heads the same"
     )
 
 

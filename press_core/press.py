@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import reduce
-from inspect import getattr_static
 from operator import or_
 from typing import Any, ClassVar
 
@@ -14,11 +13,16 @@ from torch import Tensor, autocast, nn
 
 from press_core.budget import Amount, Tokens, n_kept, ratio_of
 from press_core.call import AttentionCall
-from press_core.errors import HyperparameterError, UnsupportedInputError, UnsupportedModelError
+from press_core.errors import (
+    HyperparameterError,
+    PressError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+)
 from press_core.eviction import Eviction
 from press_core.fields import amount_field, check_fields, require
 from press_core.forward import Arguments, Forward
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import NEEDS, AttentionSite
 from press_core.tally import Tally
 from press_core.traits import Evicts, Needs, Phase
 
@@ -95,6 +99,8 @@ class Press:
             holds_this = any(inner is self for inner in part.everything())
             require(self, name, not holds_this, "no press that holds this one")
             part.validate()
+        for name, kind in (("needs", Needs), ("evicts", Evicts), ("phases", Phase)):
+            require(self, name, isinstance(getattr(self, name), kind), f"of type {kind.__name__}")
 
     @property
     def parts(self) -> Iterator[Press]:
@@ -222,11 +228,12 @@ class Press:
         """The result of `compress` for `call`, as an `Eviction`; autocast is off for it.
 
         Raises:
+            PressError: if it evicts something that the press does not declare.
             UnsupportedInputError: if the press reads hidden states that were not buffered.
         """
         try:
             with autocast(call.keys.device.type, enabled=False):
-                return Eviction.of(call, self.compress(call))
+                eviction = Eviction.of(call, self.compress(call))
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if not (call.hidden_states.is_meta and "meta" in str(error)):
                 raise
@@ -234,6 +241,12 @@ class Press:
                 f"{type(self).__name__} reads hidden states of {call.site.name} that were not "
                 "buffered; declare `needs = Needs.HIDDEN_STATES` in the press that reads them"
             ) from error
+        if self.evicts < eviction.evicts:
+            raise PressError(
+                f"{type(self).__name__} evicts what it does not declare: set `evicts = "
+                f"Evicts.{eviction.evicts.name}` in the class"
+            )
+        return eviction
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
         """Per-token values to store; called after each forward in a phase in which the press acts.
@@ -293,7 +306,7 @@ class Press:
         for need in self.site_needs():
             if need in site.refusals:
                 raise UnsupportedModelError(
-                    f"{name} needs {_NEEDS[need]}, and {site.refusals[need]}"
+                    f"{name} needs {NEEDS[need]}, and {site.refusals[need]}"
                 )
         moves_earlier = Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
         if moves_earlier and site.rotary is not None and site.rotary.in_3d:
@@ -346,15 +359,6 @@ class Press:
         return {name: x for name, x in vars(self).items() if name != "_last_scope"}
 
 
-def also_needs(cls: type[Press], more: Needs) -> None:
-    """Add needs to those that a class of presses declares."""
-    declared: Any = getattr_static(cls, "needs")
-    if isinstance(declared, Needs):
-        cls.needs = declared | more  # type: ignore[assignment, method-assign]
-    else:
-        cls.needs = property(lambda self: declared.fget(self) | more)  # type: ignore[assignment]
-
-
 @dataclass
 class RatioPress(Press):
     """A press with a field for the share of the tokens to evict.
@@ -365,6 +369,10 @@ class RatioPress(Press):
     """
 
     compression_ratio: Amount = amount_field()
+
+    @property
+    def amount(self) -> Amount:
+        return self.compression_ratio  # which may be a property of a user's class
 
 
 @dataclass
@@ -381,14 +389,3 @@ class MeasuredPress(Press):
     def compression_ratio(self, ratio: Amount) -> None:
         vars(self).pop("_last_scope", None)
         vars(self).update(vars(self.with_ratio(ratio)))
-
-
-_NEEDS = {
-    "tokens": "a cache that can lose tokens",
-    "own tokens": "heads that can keep tokens of their own",
-    "states": "the keys and values of each head",
-    "key norms": "keys of different norms",
-    "rope": "rotary position embeddings",
-    "heads": "heads that can keep different numbers of tokens",
-}
-"""What each key of `Press.site_needs` stands for in an error message."""

@@ -65,7 +65,7 @@ def best_first(scores: Tensor, n: int | Tensor) -> Tensor:
         n: the same number for all heads, or `(B, H_kv, 1)`.
     """
     scores, length = scores.detach(), scores.shape[-1]
-    if _is_readable(scores):
+    if is_readable(scores):
         return _best_on_cpu(upcast(scores), n)
     if isinstance(n, Tensor):
         least = scores.sort(dim=-1).values.gather(-1, length - n.long().clamp(min=1))
@@ -96,7 +96,7 @@ def _best_with_numpy(scores: Tensor, n: int | Tensor) -> Tensor:
     return _from(torch.from_numpy(least), scores, n)
 
 
-def _is_readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """Whether numpy can read `x`: it is on the CPU, and no transform or export is tracing it."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.device.type == "cpu" and type(x) is Tensor and not wrapped
@@ -106,7 +106,7 @@ def true_indices(chosen: Tensor) -> Tensor:
     """Indices of the true values of `chosen` `(B, H_kv, S)`, `n` per head: `(B, H_kv, n)` int64."""
     batch, n_heads, length = chosen.shape
     flat = chosen.flatten()
-    rows = _nonzero_on_cpu(flat) if _is_readable(flat) else flat.nonzero()
+    rows = _nonzero_on_cpu(flat) if is_readable(flat) else flat.nonzero()
     return rows.view(batch, n_heads, -1) - _first_rows(batch, n_heads, length, chosen)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Flag, IntEnum, auto
 from functools import reduce
+from inspect import getattr_static
 from operator import and_, or_
+from typing import Any
 
 
 class Needs(Flag):
@@ -77,3 +79,12 @@ class Phase(Flag):
     DECODER = BEFORE_DECODER | AFTER_DECODER
     IN_PREFILL = PREFILL | CHUNKS
     ON_CONTEXTS = IN_PREFILL | AFTER_DECODER
+
+
+def also_needs(cls: Any, more: Needs) -> None:
+    """Add needs to those that a class of presses declares."""
+    declared: Any = getattr_static(cls, "needs")
+    if isinstance(declared, Needs):
+        cls.needs = declared | more
+    else:
+        cls.needs = property(lambda self: declared.fget(self) | more)

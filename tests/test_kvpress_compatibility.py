@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hooks_impl
 from hooks_impl import (
@@ -271,3 +272,54 @@ def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press, kwa
     keys = torch.randn(1, 2, 100, 16)
     with pytest.raises(UnsupportedInputError, match=r"press\(model\)"):
         press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, kwargs)
+
+
+@dataclass
+class Windowed(ScorerPress):
+    """Makes its queries of hidden states and `position_embeddings`, as presses of kvpress do."""
+
+    needs = Needs.QUERIES | Needs.FORWARD
+    independent = False
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        made = module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        made, _ = apply_rotary_pos_emb(made, made, *kwargs["position_embeddings"])
+        self.seen.append(torch.allclose(made, queries(kwargs), atol=1e-5))
+        assert kwargs["position_ids"].shape[-1] == keys.shape[2]
+        return keys.norm(dim=-1)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda press: press,
+        lambda press: ChunkPress(press, chunk_length=12),
+        lambda press: ComposedPress([StreamingLLMPress(0.5), press]),
+    ],
+)
+def test_positions_are_those_of_the_hidden_states(around):
+    press, model = Windowed(0.5), build("llama")
+    press.seen = []
+    ids, mask, positions = left_padded(2, 24, [0, 5])
+    filled(model, around(press), ids, attention_mask=mask, position_ids=positions)
+    assert press.seen
+    assert all(press.seen)
+
+
+class OfABudget(ScorerPress):
+    """Its ratio is no field of its own."""
+
+    @property
+    def compression_ratio(self):
+        return 0.75
+
+    @compression_ratio.setter
+    def compression_ratio(self, ratio):
+        pass
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return keys.norm(dim=-1)
+
+
+def test_a_ratio_may_be_a_property():
+    assert prefill(OfABudget(), length=24)[0] == [6, 6]

@@ -9,7 +9,14 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from press_core import Evicts, HyperparameterError, PressError, UnsupportedInputError, kept_lengths
+from press_core import (
+    Eviction,
+    Evicts,
+    HyperparameterError,
+    PressError,
+    UnsupportedInputError,
+    kept_lengths,
+)
 from tests.support import both, build, example_for, filled, token_ids
 
 
@@ -107,7 +114,7 @@ class Masking(hooks_impl.BasePress):
 
 def test_keys_that_are_masked_are_evicted_or_it_is_refused():
     model = build("llama")
-    with pytest.raises(PressError, match=r"masked_key_indices.*Evicts\.PER_HEAD"):
+    with pytest.raises(PressError, match=r"Evicts\.PER_HEAD"):
         lengths(Masking(), model)
 
     class Declared(Masking):
@@ -115,6 +122,27 @@ def test_keys_that_are_masked_are_evicted_or_it_is_refused():
 
     assert lengths(Declared(), model) == [[30, 30]] * 2
     assert not any("masked_key_indices" in vars(module) for module in model.modules())
+
+
+@both
+def test_what_is_evicted_is_declared_and_of_the_call(package):
+    class Undeclared(patch_impl.BasePress):
+        def compress(self, call):
+            return Eviction.keep_per_head(call, call.keys[..., 0] > 0)
+
+    class OfTheFirst(patch_impl.BasePress):
+        def compress(self, call):
+            self.first = vars(self).get("first", call)
+            return Eviction.keep(self.first, torch.zeros(1, 2, 1, dtype=torch.int64))
+
+    model, composed = build("llama"), [Undeclared(), patch_impl.KnormPress(0.25)]
+    with pytest.raises(PressError, match=r"Evicts\.PER_HEAD"):
+        lengths(patch_impl.ComposedPress(composed), model)
+    with pytest.raises(PressError, match=r"layers\.0.*layers\.1"):
+        filled(model, OfTheFirst(), token_ids(1, 20))
+    for trait in ("needs", "evicts", "phases"):
+        with pytest.raises(HyperparameterError, match=trait):
+            type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
 
 
 NEVER_CALLED = {

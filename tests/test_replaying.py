@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
 from tests.support import both, build, example_for, filled, held, left_padded, snapshot, token_ids
@@ -209,3 +212,15 @@ def test_a_template_is_kept_before_all_else(package, length, kept):
     press = package.KVzipPress(0.5, layerwise=True, n_sink=0, prompts=prompts)
     ((heads,),) = held(filled(build("llama", num_layers=1), press, token_ids(1, length)))
     assert {token for head in heads for token in head} == kept
+
+
+@pytest.mark.parametrize("name", ["KVzipPress", "KVComposePress"])
+def test_rows_of_linear_states_are_refused_before_they_are_run(package, name):
+    if transformers.__version__.startswith("5.2."):
+        pytest.skip("jamba of transformers 5.2 has a cache without layers, and is refused whole")
+    model = build_tiny(decoders()["jamba"])
+    cache = DynamicCache(config=model.config)
+    press = example_for(package, name, 0.5, build("llama"))
+    with press(model), pytest.raises(UnsupportedCacheError, match="LinearAttentionLayer"):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+    assert not cache.get_seq_length(1)

@@ -245,15 +245,12 @@ def helped(
     site: AttentionSite,
     given: Arguments,
     layer: Any,
-    n_held: int = 0,
     attends: bool = False,
 ) -> Arguments:
     """The arguments of an attention module, with a mask and positions that fit its layer.
 
     Args:
         layer: the cache layer that the module reads.
-        n_held: how many of this forward's tokens the layer holds already; not 0 where another
-            module has appended them.
         attends: whether an attention function of this library reads the layer.
     """
     if not isinstance(layer, PrunedLayer) or not layer.is_pruned:
@@ -265,17 +262,17 @@ def helped(
         return given
     forward.notes[READ, site.name] = True
     if layer.is_rerotated:
-        given = _with_positions(forward, site, given, layer, n_held)
-    mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens - n_held)
+        given = _with_positions(forward, site, given, layer)
+    mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens)
     fitting = forward.once(
-        lambda: _mask(forward, site, mask, layer, n_held),
-        *("mask", mask, columns, layer.n_old, layer.kept.rows or (), n_held),
+        lambda: _mask(forward, site, mask, layer),
+        *("mask", mask, columns, layer.n_old, layer.kept.rows or ()),
         *(attends, hidden_context(forward) is not None and layer),
     )
     return given if fitting is mask else given.replace(attention_mask=fitting)
 
 
-def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, n_held: int) -> Any:
+def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) -> Any:
     """The mask for a layer, in the form that its attention takes.
 
     The model builds one mask for all layers from the sizes of the first one, which does not fit
@@ -286,16 +283,16 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
         over the tokens appended after pruning if the whole pruned part is visible; None if those
         are all visible, too.
     """
-    q, columns = forward.n_tokens, layer.columns(forward.n_tokens - n_held)
+    q, columns = forward.n_tokens, layer.columns(forward.n_tokens)
     old = layer.old_seen(hidden_context(forward))
     own = ReadingNeeds.ATTENTION in layer.needs
     fits = mask is None or mask.shape[-1] == columns
     # `generate` of transformers 5.2 counts other tokens than a cache of rerotated keys, and would
     # let them see slots of a buffer that are still empty.
     fits = fits and not (layer.is_rerotated and layer.room is not None)
-    if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen - n_held + q):
+    if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen + q):
         return mask
-    recent = _recent(forward, mask, layer, columns - layer.n_old, n_held)
+    recent = _recent(forward, mask, layer, columns - layer.n_old)
     if own and old is None:
         sees_all = q == 1 and not torch.compiler.is_compiling() and bool(recent.all())
         return None if sees_all else recent
@@ -307,16 +304,16 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer, 
     return seen if own else in_form(seen, site.attn_implementation, layer.dtype, site.num_heads)
 
 
-def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int, n_held: int) -> Tensor:
+def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int) -> Tensor:
     """Visibility of the `n` columns after the pruned part, `(1 or B, 1 or H, q, n)` bool."""
     q, device = forward.n_tokens, layer.device
     if layer.room is None:
         return columns_seen(mask, q, n, device).to(device)
     slots, queries = torch.arange(n, device=device), torch.arange(q, device=device)
-    filled = slots <= layer.n_counted - n_held + queries[:, None]  # up to the query's own slot
+    filled = slots <= layer.n_counted + queries[:, None]  # up to the query's own slot
     if mask is None:
         return filled[None, None]
-    n_before = _n_before(forward, mask, layer, layer.n_recent - n_held + q)
+    n_before = _n_before(forward, mask, layer, layer.n_recent + q)
     found = columns_seen(mask, q, mask.shape[-1] - n_before)
     return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
 
@@ -334,18 +331,18 @@ def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) ->
 
 
 def _with_positions(
-    forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer, n_held: int
+    forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer
 ) -> Arguments:
     """The arguments with positions that continue after the rerotated keys."""
     mask = given.get("attention_mask")
     positions = forward.once(
-        lambda: _positions(forward, mask, layer, n_held),
+        lambda: _positions(forward, mask, layer),
         *("positions", mask, layer.kept.n_seen, layer.kept.following or ()),
     )
     rotary, n = site.rotary, forward.n_tokens
     assert rotary is not None
     if rotary.in_3d and n > 1 and given.get("position_embeddings") is not None:
-        _require_text(site, given, n, layer.n_seen - n_held + n)
+        _require_text(site, given, n, layer.n_seen + n)
     embeddings = forward.once(
         lambda: rotary.embeddings(given.get("hidden_states"), positions),
         *("embeddings", positions, rotary.embedding, rotary.layer_type or ""),
@@ -357,9 +354,9 @@ def _with_positions(
     return given.replace(position_ids=in_all)
 
 
-def _positions(forward: Forward, mask: Any, layer: PrunedLayer, n_held: int) -> Tensor:
+def _positions(forward: Forward, mask: Any, layer: PrunedLayer) -> Tensor:
     """Positions of the forward's tokens, `(B, q)` int64."""
-    n_recent = layer.n_recent - n_held + forward.n_tokens
+    n_recent = layer.n_recent + forward.n_tokens
     if layer.room is not None and isinstance(mask, Tensor):  # the last slots are still empty
         mask = mask[..., : _n_before(forward, mask, layer, n_recent) + n_recent]
     real = visible_tokens(mask, n_recent, layer.batch)

@@ -13,6 +13,16 @@ from press_core.errors import UnsupportedInputError, UnsupportedModelError
 from press_core.model.ranks import HeadGroup, whole_columns
 from press_core.model.rotary import Rotary
 
+NEEDS = {
+    "tokens": "a cache that can lose tokens",
+    "own tokens": "heads that can keep tokens of their own",
+    "states": "the keys and values of each head",
+    "key norms": "keys of different norms",
+    "rope": "rotary position embeddings",
+    "heads": "heads that can keep different numbers of tokens",
+}
+"""What a press may need of an attention module (see `Press.site_needs`), for error messages."""
+
 
 @dataclass(frozen=True)
 class Signature:

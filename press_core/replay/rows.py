@@ -132,6 +132,7 @@ class ReplayPress(RatioPress, InstalledPress):
         scope = bound_to(self, model)
         with torch.no_grad():
             cache = scope.decoder(input_ids=input_ids, use_cache=True).past_key_values
+            self._require_plain(scope, cache)
             rows = [
                 self.score_row(Row(scope, cache, row, ids, None, len(ids)))
                 for row, ids in enumerate(input_ids)
@@ -151,10 +152,10 @@ class ReplayPress(RatioPress, InstalledPress):
     def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
         """Raise before the decoder runs over a context that cannot be replayed."""
         if self.compression_ratio and forward.is_context:
-            padded = self._real_tokens(forward) is not None
-            self._require_plain(scope, forward.cache)
+            cache, padded = cache_before(scope, forward), self._real_tokens(forward) is not None
+            self._require_plain(scope, cache)
             if padded:
-                check_rows(cache_before(scope, forward))
+                check_rows(cache)
         return forward.given
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
@@ -181,12 +182,14 @@ class ReplayPress(RatioPress, InstalledPress):
             store_chosen(scope, cache, site, tokens, chosen, joining, even)
 
     def _require_plain(self, scope: ScopeState, cache: Any) -> None:
-        layers = dict(enumerate(getattr(cache, "layers", ())))
-        for index in layers.keys() & {site.layer_idx for site in scope.sites}:
-            if type(layers[index]) is not DynamicLayer:
+        pruned = {site.layer_idx for site in scope.sites}
+        for index, layer in enumerate(getattr(cache, "layers", ())):
+            is_plain = type(layer) is DynamicLayer
+            if not is_plain and (index in pruned or not hasattr(layer, "batch_select_indices")):
                 raise UnsupportedCacheError(
                     f"{type(self).__name__} replays whole contexts, and layer {index} is a "
-                    f"{type(layers[index]).__name__}; use it alone, with a DynamicCache"
+                    f"{type(layer).__name__}, of which a row cannot be copied; use it alone with a "
+                    "DynamicCache, or a press that does not replay"
                 )
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
