@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import patch_impl
-from press_core import ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
+from press_core import Evicts, ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
 from press_core.cache import layout
 from press_core.cache.layout import Blocks
 from press_core.cache.ragged import RESERVED
@@ -45,6 +45,8 @@ def pruned(evict, n, padding=(0,), n_heads=2, dtype=torch.float32):
     """
 
     class Own(patch_impl.BasePress):
+        evicts = Evicts.CHANNELS  # or less
+
         def compress(self, call):
             return evict(call)
 
