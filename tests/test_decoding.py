@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
 from tests.slow import Whole
-from tests.support import both, filled, forwards, held, left_padded, make, ran, token_ids
+from tests.support import both, filled, forwards, held, left_padded, make, ran
 
 # ---- at intervals --------------------------------------------------------------------------------
 
@@ -327,19 +327,12 @@ def test_layers_that_read_the_keys_of_a_layer_that_is_pruned(package, name):
     if name not in decoders():
         pytest.skip(f"the installed transformers has no {name}")
     model, logits = build(decoders()[name]), []
-    ids, mask, positions = left_padded(2, 30, [0, 3])
-    step, seen = token_ids(2, 1), torch.ones(2, 31, dtype=torch.long)
-    seen[:, :30] = mask
-    for rows in ([0, 1], [1]):
-        first = 3 if len(rows) == 1 else 0
+    ids, mask, positions = left_padded(2, 31, [0, 3])
+    for rows, first in (([0, 1], 0), ([1], 3)):  # a padded batch, and its second row alone
         cache = DynamicCache(config=model.config)
         with package.H2OPress(0.5)(model), torch.no_grad():
-            given = {"attention_mask": mask[rows, first:], "past_key_values": cache}
-            model(ids[rows, first:], position_ids=positions[rows, first:], **given)
-            given["attention_mask"] = seen[rows, first:]
-            for n in (27, 28):
-                at = {"position_ids": torch.tensor([[n + 3 * (r == 0)] for r in rows])}
-                logits.append(model(step[rows], **at, **given).logits[-1])
-                given["attention_mask"] = torch.ones(len(rows), 32 - first, dtype=torch.long)
-                given["attention_mask"][:, : 30 - first] = mask[rows, first:]
+            for start, end in ((first, 30), (30, 31)):
+                given = {"position_ids": positions[rows, start:end], "past_key_values": cache}
+                given["attention_mask"] = mask[rows, first:end]
+                logits.append(model(ids[rows, start:end], **given).logits[-1, -1])
     torch.testing.assert_close(logits[:2], logits[2:], rtol=0, atol=1e-4)
