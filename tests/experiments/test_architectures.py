@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import transformers
+import yaml
 
 from experiments.framework.results import read_table
 from experiments.questions.architectures import (
@@ -31,39 +32,12 @@ from experiments.questions.architectures.cells import (
 )
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
-from press_core import PressError
+from press_core import PressError, attention_sites
 
 KNOWN = decoders()
 RESULTS = Path(__file__).parents[2] / "results"
 
-NO_HOOK = ("SnapKV", "ExpectedAttention", "AdaKV(SnapKV)")
-NO_ROPE = ("ExpectedAttention", "KeyRerotation(Knorm)")
-READING = ("Knorm", "LagKV", "SnapKV", "ExpectedAttention", "KeyRerotation(Knorm)", "AdaKV(SnapKV)")
-REFUSED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt2", "opt", "jamba", "bart", "bart (seq2seq)"), NO_ROPE),
-    **dict.fromkeys(("mistral", "bloom", "t5 (seq2seq)"), tuple(SUBJECTS)),
-    **dict.fromkeys(("inkling_text", "axk2", "hrm_text"), tuple(SUBJECTS)),
-    "nanochat": ("Knorm", "KeyRerotation(Knorm)", "nothing evicted"),
-    "hunyuan_v1_dense": NO_ROPE,
-    **dict.fromkeys(("diffllama", "doge", "deepseek_v3"), (*READING, "nothing evicted")),
-    **dict.fromkeys(("falcon_h1", "gemma3n_text"), ("AdaKV(SnapKV)",)),
-    "llama4_text": ("Knorm", "nothing evicted", *NO_ROPE),
-}
-"""Presses that both mechanisms refuse, by type; "nothing evicted" is Knorm at ratio 0."""
-
-BY_PATCH_ALONE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("jetmoe", "beam"), NO_HOOK),
-    "llama4_text": ("SnapKV", "AdaKV(SnapKV)"),
-}
-ON_5_2 = {
-    "qwen2_vl (image)": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),
-    "diffllama": (tuple(SUBJECTS), ()),  # attends without the interface
-    "deepseek_v3": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # caches keys and values of heads
-    "qwen2_vl": (NO_ROPE, ("SnapKV", "AdaKV(SnapKV)")),  # cosines and sines in three dimensions
-    "jamba": (tuple(SUBJECTS), ()),  # has a cache of its own kind, without layers
-    "falcon_h1": (tuple(SUBJECTS), ()),
-}
-"""What both refuse and what hooks refuse where transformers 5.2 is built otherwise."""
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 
 
 def some_conditions(cell: Cell) -> bool:
@@ -84,12 +58,13 @@ def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
     bad = rows[rows["outcome"].isin(BAD)]
     assert bad.empty, bad[["press", "mechanism", "attention", "cache", "outcome", "reason"]]
     reached = reach(condensed(rows)).set_index("press")["reach"]
-    refused, by_patch = REFUSED.get(name, ()), BY_PATCH_ALONE.get(name, ())
+    refused = REFUSED.get(name, {})
     if transformers.__version__.startswith("5.2."):
-        refused, by_patch = ON_5_2.get(name, (refused, by_patch))
+        refused = refused.get("on 5.2", refused)
     expected = {press: BOTH for press in SUBJECTS}
-    expected |= {press: NEITHER for press in refused}
-    expected |= {press: PATCH for press in by_patch}
+    by_both = refused.get("both", ())
+    expected |= {press: NEITHER for press in (SUBJECTS if by_both == "all" else by_both)}
+    expected |= {press: PATCH for press in refused.get("hooks", ())}
     assert dict(reached) == expected
 
 
@@ -132,6 +107,7 @@ def _warning(keys: Any) -> Any:
 def test_a_planted_fault_is_found(
     monkeypatch: pytest.MonkeyPatch, target: str, planted: Any, outcome: str, reason: str
 ) -> None:
+    attention_sites(build(KNOWN["llama"]))  # a probe would find what is planted
     monkeypatch.setattr(target, planted)
     for mechanism in ("hook", "patch"):
         cell = Cell("Knorm", mechanism, "eager", "default", padded=False)
