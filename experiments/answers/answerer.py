@@ -85,7 +85,6 @@ class ContextAnswerer:
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        max_new_tokens: int = 50,
         **generation: Any,
     ) -> Answered:
         """Answer questions about each context.
@@ -113,15 +112,15 @@ class ContextAnswerer:
             chat_template: whether to apply it; None: if the tokenizer has one.
             enable_thinking: for chat templates that support it.
             template_options: further arguments of `tokenizer.apply_chat_template`.
-            generation: arguments of `model.generate`; greedy unless these, or a
-                `generation_config`, say otherwise.
+            generation: arguments of `model.generate`; greedy and `max_new_tokens=50` unless these,
+                or a `generation_config`, say otherwise.
 
         Raises:
             UserError: if the texts, the cache or the tokenizer cannot be used; says why.
             PressError: if the press does not fit model or cache.
         """
         check_press(press)
-        options = generation_of(max_new_tokens, generation)
+        options = generation_of(generation)
         together = compress_questions or isinstance(press, Finch)
         reading = Reading(max_context_length, chat_template, enable_thinking, template_options)
         opened: AbstractContextManager[Compressed]

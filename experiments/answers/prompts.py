@@ -47,12 +47,20 @@ def texts_of(what: str, given: Any) -> list[str]:
     return texts
 
 
-def generation_of(max_new_tokens: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate`, greedy unless something else is given."""
-    if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and max_new_tokens >= 1):
-        raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
-    custom = given.get("generation_config") is not None or given.get("do_sample")
-    return {"max_new_tokens": max_new_tokens, **({} if custom else GREEDY), **given}
+def generation_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate`: greedy and at most 50 tokens, unless something else is given."""
+    config = given.get("generation_config")
+    wanted = given.get("max_new_tokens", getattr(config, "max_new_tokens", None) or 50)
+    if wanted is not None and not (isinstance(wanted, int) and wanted >= 1):
+        raise UserError(f"max_new_tokens is {wanted!r:.60}; it must be 1 or more")
+    greedy = config is None and not given.get("do_sample")
+    return {**(GREEDY if greedy else {}), **given, "max_new_tokens": wanted}
+
+
+def chosen(name: str, options: Mapping[str, Any], default: Any) -> Any:
+    """An argument of `generate`, or else a setting of its `generation_config` or of `default`."""
+    given = getattr(options.get("generation_config"), name, None)
+    return options.get(name, getattr(default, name) if given is None else given)
 
 
 def check_length(prompt: Prompt, limit: int | None) -> None:
