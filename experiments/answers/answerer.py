@@ -45,8 +45,8 @@ class Answered(NamedTuple):
     Attributes:
         answers: a list for each context, with a text or, for `num_return_sequences`, a list of
             texts for each question.
-        evicted: share of evicted tokens, mean over contexts, heads and layers: after the context
-            was compressed or, for presses that act while decoding, at the end of the answers.
+        evicted: share of evicted tokens, mean over contexts, heads and layers, after the context
+            was compressed. For presses that act while decoding, mean over answers, at their end.
     """
 
     answers: list[list[Any]]
@@ -137,7 +137,7 @@ class ContextAnswerer:
             return self._together(prompts, press, cache, options)
         with opened as state:
             new = [[prompt.question + prompt.tail for prompt in row] for row in prompts]
-            return Answered(self._ask(state, new, options), state.evicted)
+            return self._ask(state, new, options)
 
     def save(
         self,
@@ -274,15 +274,16 @@ class ContextAnswerer:
             # A cache holds one batch: with several batches, each gets a copy of the empty one.
             own = cache if len(flat) <= step else independent_copy(cache)
             with compressed(self.model, rows, press, self._pad_id(rows), own, read) as state:
-                answers += self._ask(state, [[prompt.tail] for prompt in part], options)
-            evicted += state.evicted * len(part)
+                found = self._ask(state, [[prompt.tail] for prompt in part], options)
+            answers += found.answers
+            evicted += found.evicted * len(part)
         remaining = chain.from_iterable(answers)
         return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(flat))
 
     def _ask(
         self, state: Compressed, new: list[list[list[int]]], options: dict[str, Any]
-    ) -> list[list[Any]]:
-        """Answers to the new tokens of each row: the first question of each, then the second...
+    ) -> Answered:
+        """Answer the new tokens of each row: the first question of each, then the second...
 
         Questions of the same length form a batch. They are never padded, so presses that act while
         decoding need no mask with padding between tokens. Answers are cut if the model runs out of
@@ -299,6 +300,7 @@ class ContextAnswerer:
             return n, length, max(1, min(wanted, limit - state.n_positions(i) - length + 1))
 
         answers: list[list[Any]] = [[None] * len(row) for row in new]
+        evicted = 0.0
         for (n, _, at_most), group in groupby(sorted(tokens, key=batch_key), key=batch_key):
             if wanted is not None and at_most < wanted:
                 logger.warning(
@@ -311,4 +313,5 @@ class ContextAnswerer:
             for i, of_row in zip(rows, sequences, strict=True):
                 texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in of_row]
                 answers[i][n] = texts if len(texts) > 1 else texts[0]
-        return answers
+            evicted += state.evicted * len(rows)
+        return Answered(answers, evicted / len(tokens))

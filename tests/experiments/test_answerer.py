@@ -63,6 +63,7 @@ def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, tog
     texts = facts(2)[1]
     contexts = uneven(texts)
     questions = [t.questions[: 1 if together else 2] for t in texts]
+    questions[1] = [f"{asked} ? bob" for asked in questions[1]]  # of another length
     options = {"press": PRESSES[name](package), "max_new_tokens": 4}
     options["compress_questions"] = together
     found = answerer.answered(contexts, questions, **options)
