@@ -213,8 +213,9 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         assert pipe(contexts, questions=questions, batch_size=size, **options) == several
     items = ({"context": c, "questions": q} for c, q in zip(contexts, questions, strict=True))
     assert list(pipe(items, **options)) == several
-    same = pipe(contexts, question=questions[0][0], batch_size=3, **options)
-    assert same[0] == {"answer": expected[0][0]}
+    for given in (contexts, [{"context": context} for context in contexts]):
+        same = pipe(given, question=questions[0][0], batch_size=3, **options)
+        assert same[0] == {"answer": expected[0][0]}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,9 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         ([], {"question": "? a"}, r"contexts is \[\]"),
         ([], {}, r"contexts is \[\]"),
         (None, {"question": "? a"}, "contexts is None"),
+        ({"context": "river", "question": "? a"}, {}, "'question'.*'questions'"),
+        ({"questions": ["? a"]}, {}, "'context'"),
+        ([{"context": "river", "questions": ["? a"]}], {"question": "? b"}, "both"),
     ],
 )
 def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):
