@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from experiments.answers.prompts import (
     Questions,
     Reading,
     check_length,
+    check_limit,
     check_press,
     generation_of,
     questions_of,
@@ -123,7 +123,6 @@ class ContextAnswerer:
         options = generation_of(generation)
         together = compress_questions or isinstance(press, Finch)
         reading = Reading(max_context_length, chat_template, enable_thinking, template_options)
-        opened: AbstractContextManager[Compressed]
         if isinstance(contexts, SavedContext):
             given = {**reading._asdict(), "cache": cache, "compress_questions": together}
             heads = contexts.heads_unless(given)
@@ -172,12 +171,10 @@ class ContextAnswerer:
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context."""
         per_row = questions_of(len(heads), questions)
-        prefixes = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
-        if not isinstance(prefixes, Sequence) or len(prefixes) != len(heads):
-            raise UserError(
-                f"answer_prefix is {answer_prefix!r:.60}; give a text, or a list with one for each "
-                f"of {len(heads)} contexts"
-            )
+        given = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
+        prefixes = texts_of("answer_prefix", given)
+        if len(prefixes) != len(heads):
+            raise UserError(f"there are {len(prefixes)} answer prefixes for {len(heads)} contexts")
         prompts = [
             [Prompt(head, self._encode(q), self._encode(tail + prefix)) for q in per_context]
             for (head, tail), per_context, prefix in zip(heads, per_row, prefixes, strict=True)
@@ -190,13 +187,12 @@ class ContextAnswerer:
 
     def _heads(self, contexts: Any, reading: Reading) -> list[Head]:
         """Token ids of each context, and the chat template's text after the question."""
+        check_limit("max_context_length", reading.max_context_length, 2)
         return [self._head(text, reading) for text in texts_of("contexts", contexts)]
 
     def _head(self, context: str, reading: Reading) -> Head:
         templated, tail, at_most = reading.chat_template, "", reading.max_context_length
-        if templated is None:
-            templated = bool(getattr(self.tokenizer, "chat_template", None))
-        if templated:
+        if templated or (templated is None and getattr(self.tokenizer, "chat_template", None)):
             words = {"enable_thinking": reading.enable_thinking, **(reading.template_options or {})}
             message = [{"role": "user", "content": context + _MARK}]
             text = self.tokenizer.apply_chat_template(
@@ -209,8 +205,6 @@ class ContextAnswerer:
             if ids and ids[-1] == self.tokenizer.eos_token_id:  # a question follows
                 ids.pop()
         if at_most is not None and len(ids) > at_most:
-            if at_most < 2:
-                raise UserError(f"max_context_length is {at_most}; it must be 2 or more")
             logger.warning(
                 "a context of %d tokens is cut to %d: it loses its middle", len(ids), at_most
             )
@@ -242,9 +236,8 @@ class ContextAnswerer:
         found = self._special("pad", "eos")
         if found is None and len({len(row) for row in rows}) > 1:
             raise UserError(
-                "the contexts differ in length, and the tokenizer has neither a padding token nor "
-                "an end-of-sequence token to fill the shorter ones with; set tokenizer.pad_token, "
-                "or run them one by one"
+                "the contexts differ in length, and the tokenizer has no token to fill the shorter "
+                "ones with; set tokenizer.pad_token, or run them one by one"
             )
         return 0 if found is None else int(found)
 
@@ -258,14 +251,13 @@ class ContextAnswerer:
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
+        flat = [prompt for row in prompts for prompt in row]
         delimiter: list[int] = []
         if isinstance(press, Finch):
-            known = press.delimiter_token_id
-            delimiter = [DELIMITER if known is None else known]
-            press = replace(press, delimiter_token_id=delimiter[0])
-        flat = [prompt for row in prompts for prompt in row]
-        answers: list[Any] = []
-        evicted = 0.0
+            if not all(prompt.question for prompt in flat):
+                raise UserError("FinchPress needs the question; give one that is not empty")
+            delimiter, press = [DELIMITER], replace(press, delimiter_token_id=DELIMITER)
+        found: list[Answered] = []
         step = len(prompts)  # the batch size is the number of contexts
         for start in range(0, len(flat), step):
             part = flat[start : start + step]
@@ -274,11 +266,10 @@ class ContextAnswerer:
             # A cache holds one batch: with several batches, each gets a copy of the empty one.
             own = cache if len(flat) <= step else independent_copy(cache)
             with compressed(self.model, rows, press, self._pad_id(rows), own, read) as state:
-                found = self._ask(state, [[prompt.tail] for prompt in part], options)
-            answers += found.answers
-            evicted += found.evicted * len(part)
-        remaining = chain.from_iterable(answers)
-        return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(flat))
+                found.append(self._ask(state, [[prompt.tail] for prompt in part], options))
+        remaining = (answer for each in found for (answer,) in each.answers)
+        evicted = sum(each.evicted * len(each.answers) for each in found) / len(flat)
+        return Answered([[next(remaining) for _ in row] for row in prompts], evicted)
 
     def _ask(
         self, state: Compressed, new: list[list[list[int]]], options: dict[str, Any]

@@ -114,10 +114,7 @@ def compressed(
     if cache is None:
         cache = DynamicCache(config=model.config)
     elif cache.get_seq_length():
-        raise UserError(
-            f"the cache holds {cache.get_seq_length()} tokens; give an empty one for each batch "
-            "of contexts"
-        )
+        raise UserError(f"the cache holds {cache.get_seq_length()} tokens; give an empty one")
     # A model dispatched over devices accepts inputs on any device.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     ids, mask = _left_padded(rows, pad_id, device)

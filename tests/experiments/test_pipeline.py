@@ -184,6 +184,8 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("ut
         ("river", ["of " * 2048], {}, "question .*2048 tokens.* 2048 positions"),
         ("of " * 2048, ["? a"], {}, "2049 and 2 .*max_context_length=2046"),
         ("river", ["? a"], {"press": hooks_impl.KnormPress}, "give a press of hooks_impl"),
+        ("river", None, {"press": hooks_impl.FinchPress(0.5)}, "question"),
+        ("river", ["? a", ""], {"press": hooks_impl.FinchPress(0.5)}, "question"),
     ],
 )
 def test_bad_input_is_refused_in_words(answerer, contexts, questions, options, words):
