@@ -43,8 +43,8 @@ class KVPressTextGenerationPipeline(Pipeline):
     ```
 
     Options are those of `ContextAnswerer.__call__`, given to the call or to the constructor.
-    Contexts may also be a generator or a dataset of texts or of mappings with "context" and
-    "questions".
+    Contexts may also be a generator or a dataset of texts, or of mappings with "context" and, if
+    the call has no questions, "questions".
     """
 
     _load_processor = False
@@ -65,14 +65,13 @@ class KVPressTextGenerationPipeline(Pipeline):
         """
         if question is not None and questions is not None:
             raise UserError("both question and questions were given; give one of the two")
-        if question is None and questions is None and _have_questions(inputs):
-            return super().__call__(inputs, **options)
-        asked = [question or ""] if questions is None else questions
-        if isinstance(inputs, (list, tuple)):
+        asked = questions if question is None else [question]
+        single = questions is None and not (question is None and _have_questions(inputs))
+        if isinstance(inputs, (list, tuple)) and not _have_questions(inputs):
             texts = texts_of("contexts", inputs)
             pairs = zip(texts, questions_of(len(texts), asked), strict=True)
-            inputs = [{"context": context, "questions": own} for context, own in pairs]
-        return super().__call__(inputs, questions=asked, single=questions is None, **options)
+            inputs, asked = [{"context": text, "questions": own} for text, own in pairs], None
+        return super().__call__(inputs, questions=asked, single=single, **options)
 
     def _sanitize_parameters(
         self, questions: Any = None, single: bool = False, **options: Any
@@ -81,9 +80,16 @@ class KVPressTextGenerationPipeline(Pipeline):
 
     def preprocess(self, item: Any, questions: Any = None) -> dict[str, Any]:
         """One context with its questions, as text: the answerer tokenizes and pads it."""
-        if isinstance(item, Mapping):
-            return {"contexts": item["context"], "questions": item.get("questions", questions)}
-        return {"contexts": item, "questions": questions}
+        if not isinstance(item, Mapping):
+            item = {"context": item}
+        if not {"context"} <= item.keys() <= {"context", "questions"}:
+            raise UserError(
+                f"an item has {list(item)!r:.60}; give 'context' and, if it asks any, 'questions'"
+            )
+        own = item.get("questions")
+        if questions is not None and own is not None:
+            raise UserError("both an item and the call have questions; give those of one of them")
+        return {"contexts": item["context"], "questions": questions if own is None else own}
 
     def _forward(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
         answer = ContextAnswerer(self.model, self.tokenizer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from experiments.answers.prompts import (
     Questions,
     Reading,
     check_length,
+    check_limit,
     check_press,
     generation_of,
     questions_of,
@@ -45,8 +45,8 @@ class Answered(NamedTuple):
     Attributes:
         answers: a list for each context, with a text or, for `num_return_sequences`, a list of
             texts for each question.
-        evicted: share of evicted tokens, mean over contexts, heads and layers: after the context
-            was compressed or, for presses that act while decoding, at the end of the answers.
+        evicted: share of evicted tokens, mean over contexts, heads and layers, after the context
+            was compressed. For presses that act while decoding, mean over answers, at their end.
     """
 
     answers: list[list[Any]]
@@ -85,7 +85,6 @@ class ContextAnswerer:
         chat_template: bool | None = None,
         enable_thinking: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        max_new_tokens: int = 50,
         **generation: Any,
     ) -> Answered:
         """Answer questions about each context.
@@ -113,18 +112,17 @@ class ContextAnswerer:
             chat_template: whether to apply it; None: if the tokenizer has one.
             enable_thinking: for chat templates that support it.
             template_options: further arguments of `tokenizer.apply_chat_template`.
-            generation: arguments of `model.generate`; greedy unless these, or a
-                `generation_config`, say otherwise.
+            generation: arguments of `model.generate`; greedy and `max_new_tokens=50` unless these,
+                or a `generation_config`, say otherwise.
 
         Raises:
             UserError: if the texts, the cache or the tokenizer cannot be used; says why.
             PressError: if the press does not fit model or cache.
         """
         check_press(press)
-        options = generation_of(max_new_tokens, generation)
+        options = generation_of(generation)
         together = compress_questions or isinstance(press, Finch)
         reading = Reading(max_context_length, chat_template, enable_thinking, template_options)
-        opened: AbstractContextManager[Compressed]
         if isinstance(contexts, SavedContext):
             given = {**reading._asdict(), "cache": cache, "compress_questions": together}
             heads = contexts.heads_unless(given)
@@ -138,7 +136,7 @@ class ContextAnswerer:
             return self._together(prompts, press, cache, options)
         with opened as state:
             new = [[prompt.question + prompt.tail for prompt in row] for row in prompts]
-            return Answered(self._ask(state, new, options), state.evicted)
+            return self._ask(state, new, options)
 
     def save(
         self,
@@ -173,12 +171,10 @@ class ContextAnswerer:
     ) -> list[list[Prompt]]:
         """The prompts of each question about each context."""
         per_row = questions_of(len(heads), questions)
-        prefixes = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
-        if not isinstance(prefixes, Sequence) or len(prefixes) != len(heads):
-            raise UserError(
-                f"answer_prefix is {answer_prefix!r:.60}; give a text, or a list with one for each "
-                f"of {len(heads)} contexts"
-            )
+        given = [answer_prefix] * len(heads) if isinstance(answer_prefix, str) else answer_prefix
+        prefixes = texts_of("answer_prefix", given)
+        if len(prefixes) != len(heads):
+            raise UserError(f"there are {len(prefixes)} answer prefixes for {len(heads)} contexts")
         prompts = [
             [Prompt(head, self._encode(q), self._encode(tail + prefix)) for q in per_context]
             for (head, tail), per_context, prefix in zip(heads, per_row, prefixes, strict=True)
@@ -191,13 +187,12 @@ class ContextAnswerer:
 
     def _heads(self, contexts: Any, reading: Reading) -> list[Head]:
         """Token ids of each context, and the chat template's text after the question."""
+        check_limit("max_context_length", reading.max_context_length, 2)
         return [self._head(text, reading) for text in texts_of("contexts", contexts)]
 
     def _head(self, context: str, reading: Reading) -> Head:
         templated, tail, at_most = reading.chat_template, "", reading.max_context_length
-        if templated is None:
-            templated = bool(getattr(self.tokenizer, "chat_template", None))
-        if templated:
+        if templated or (templated is None and getattr(self.tokenizer, "chat_template", None)):
             words = {"enable_thinking": reading.enable_thinking, **(reading.template_options or {})}
             message = [{"role": "user", "content": context + _MARK}]
             text = self.tokenizer.apply_chat_template(
@@ -210,8 +205,6 @@ class ContextAnswerer:
             if ids and ids[-1] == self.tokenizer.eos_token_id:  # a question follows
                 ids.pop()
         if at_most is not None and len(ids) > at_most:
-            if at_most < 2:
-                raise UserError(f"max_context_length is {at_most}; it must be 2 or more")
             logger.warning(
                 "a context of %d tokens is cut to %d: it loses its middle", len(ids), at_most
             )
@@ -243,9 +236,8 @@ class ContextAnswerer:
         found = self._special("pad", "eos")
         if found is None and len({len(row) for row in rows}) > 1:
             raise UserError(
-                "the contexts differ in length, and the tokenizer has neither a padding token nor "
-                "an end-of-sequence token to fill the shorter ones with; set tokenizer.pad_token, "
-                "or run them one by one"
+                "the contexts differ in length, and the tokenizer has no token to fill the shorter "
+                "ones with; set tokenizer.pad_token, or run them one by one"
             )
         return 0 if found is None else int(found)
 
@@ -259,14 +251,13 @@ class ContextAnswerer:
         options: dict[str, Any],
     ) -> Answered:
         """Compress every context with each of its questions, and answer it."""
+        flat = [prompt for row in prompts for prompt in row]
         delimiter: list[int] = []
         if isinstance(press, Finch):
-            known = press.delimiter_token_id
-            delimiter = [DELIMITER if known is None else known]
-            press = replace(press, delimiter_token_id=delimiter[0])
-        flat = [prompt for row in prompts for prompt in row]
-        answers: list[Any] = []
-        evicted = 0.0
+            if not all(prompt.question for prompt in flat):
+                raise UserError("FinchPress needs the question; give one that is not empty")
+            delimiter, press = [DELIMITER], replace(press, delimiter_token_id=DELIMITER)
+        found: list[Answered] = []
         step = len(prompts)  # the batch size is the number of contexts
         for start in range(0, len(flat), step):
             part = flat[start : start + step]
@@ -275,15 +266,15 @@ class ContextAnswerer:
             # A cache holds one batch: with several batches, each gets a copy of the empty one.
             own = cache if len(flat) <= step else independent_copy(cache)
             with compressed(self.model, rows, press, self._pad_id(rows), own, read) as state:
-                answers += self._ask(state, [[prompt.tail] for prompt in part], options)
-            evicted += state.evicted * len(part)
-        remaining = chain.from_iterable(answers)
-        return Answered([[next(remaining) for _ in row] for row in prompts], evicted / len(flat))
+                found.append(self._ask(state, [[prompt.tail] for prompt in part], options))
+        remaining = (answer for each in found for (answer,) in each.answers)
+        evicted = sum(each.evicted * len(each.answers) for each in found) / len(flat)
+        return Answered([[next(remaining) for _ in row] for row in prompts], evicted)
 
     def _ask(
         self, state: Compressed, new: list[list[list[int]]], options: dict[str, Any]
-    ) -> list[list[Any]]:
-        """Answers to the new tokens of each row: the first question of each, then the second...
+    ) -> Answered:
+        """Answer the new tokens of each row: the first question of each, then the second...
 
         Questions of the same length form a batch. They are never padded, so presses that act while
         decoding need no mask with padding between tokens. Answers are cut if the model runs out of
@@ -300,6 +291,7 @@ class ContextAnswerer:
             return n, length, max(1, min(wanted, limit - state.n_positions(i) - length + 1))
 
         answers: list[list[Any]] = [[None] * len(row) for row in new]
+        evicted = 0.0
         for (n, _, at_most), group in groupby(sorted(tokens, key=batch_key), key=batch_key):
             if wanted is not None and at_most < wanted:
                 logger.warning(
@@ -312,4 +304,5 @@ class ContextAnswerer:
             for i, of_row in zip(rows, sequences, strict=True):
                 texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in of_row]
                 answers[i][n] = texts if len(texts) > 1 else texts[0]
-        return answers
+            evicted += state.evicted * len(rows)
+        return Answered(answers, evicted / len(tokens))

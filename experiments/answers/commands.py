@@ -51,7 +51,8 @@ def compress(
     about = about_cache(output)
     print(f"{output}: {about.n_seen} tokens, {about.evicted:.0%} evicted by {about.press}")
     if not about.evicted:
-        console.print("Nothing was evicted; --ratio 0.5 would evict half of the tokens.")
+        why = "the text is too short for this press" if made.amount else "--ratio 0.5 evicts half"
+        console.print(f"Nothing was evicted; {why}.")
 
 
 def ask(

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from experiments import UserError
+from experiments.answers.prompts import chosen
 from press_core import Phase, RaggedLayer, kept_lengths
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.pruned import PrunedLayer
@@ -57,7 +58,8 @@ class Compressed:
         Returns:
             For each row its sequences of generated tokens, cut before the end-of-sequence token.
         """
-        width = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
+        config, widths = self.model.generation_config, ("num_beams", "num_return_sequences")
+        width = max(chosen(name, options, config) or 1 for name in widths)
         cache = independent_copy(self.cache)
         if list(rows) != list(range(len(self.ids))):
             cache.batch_select_indices(torch.tensor(rows, device=self.ids.device))
@@ -79,7 +81,7 @@ class Compressed:
         if self.acts_later:
             n_new = following.shape[1] + output.shape[1] - 1  # the last token is not in the cache
             self.evicted = _share_evicted(cache, self.mask[rows].sum(dim=1) + n_new, width)
-        ends = options.get("eos_token_id", self.model.generation_config.eos_token_id)
+        ends = chosen("eos_token_id", options, config)
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         ended = [[*takewhile(lambda t: t not in ends, sequence)] for sequence in output.tolist()]
         n = len(ended) // len(rows)
@@ -112,10 +114,7 @@ def compressed(
     if cache is None:
         cache = DynamicCache(config=model.config)
     elif cache.get_seq_length():
-        raise UserError(
-            f"the cache holds {cache.get_seq_length()} tokens; give an empty one for each batch "
-            "of contexts"
-        )
+        raise UserError(f"the cache holds {cache.get_seq_length()} tokens; give an empty one")
     # A model dispatched over devices accepts inputs on any device.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     ids, mask = _left_padded(rows, pad_id, device)

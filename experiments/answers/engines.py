@@ -81,8 +81,7 @@ def _start(ray: Any, address: str | None) -> None:
         # Workers import this package from the same folder, whether it is installed or not.
         here = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-        own = {"env_vars": {"PYTHONPATH": path}}
-        options |= {"runtime_env": own, "include_dashboard": False}
+        options |= {"runtime_env": {"env_vars": {"PYTHONPATH": path}}, "include_dashboard": False}
     with refusing(f"there is no Ray cluster at {address!r}", OSError):  # ConnectionError is one
         host, _, port = (address or "").rpartition(":")
         if port.isdecimal() and "//" not in host:  # fail fast: Ray would retry for minutes

@@ -47,12 +47,25 @@ def texts_of(what: str, given: Any) -> list[str]:
     return texts
 
 
-def generation_of(max_new_tokens: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate`, greedy unless something else is given."""
-    if max_new_tokens is not None and not (isinstance(max_new_tokens, int) and max_new_tokens >= 1):
-        raise UserError(f"max_new_tokens is {max_new_tokens!r:.60}; it must be 1 or more")
-    custom = given.get("generation_config") is not None or given.get("do_sample")
-    return {"max_new_tokens": max_new_tokens, **({} if custom else GREEDY), **given}
+def generation_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate`: greedy and at most 50 tokens, unless something else is given."""
+    config = given.get("generation_config")
+    wanted = given.get("max_new_tokens", getattr(config, "max_new_tokens", None) or 50)
+    check_limit("max_new_tokens", wanted, 1)
+    greedy = config is None and not given.get("do_sample")
+    return {**(GREEDY if greedy else {}), **given, "max_new_tokens": wanted}
+
+
+def chosen(name: str, options: Mapping[str, Any], default: Any) -> Any:
+    """An argument of `generate`, or else a setting of its `generation_config` or of `default`."""
+    given = getattr(options.get("generation_config"), name, None)
+    return options.get(name, getattr(default, name) if given is None else given)
+
+
+def check_limit(name: str, given: Any, least: int) -> None:
+    """Raise if a limit is neither None nor an integer of at least `least`."""
+    if given is not None and not (isinstance(given, int) and given >= least):
+        raise UserError(f"{name} is {given!r:.60}; give an integer of {least} or more")
 
 
 def check_length(prompt: Prompt, limit: int | None) -> None:
@@ -74,8 +87,7 @@ def check_length(prompt: Prompt, limit: int | None) -> None:
 
 def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
     """The checked questions about each context; an empty question if there are none."""
-    if questions is None:
-        questions = [""]
+    questions = [""] if questions is None else questions
     if isinstance(questions, str) or not isinstance(questions, Sequence):
         raise UserError(f"questions is {questions!r:.60}; give a list of at least one")
     nested = any(isinstance(each, (list, tuple)) for each in questions)
@@ -91,7 +103,4 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
 def check_press(press: Any) -> None:
     """Raise if `press` is neither a press nor None."""
     if press is not None and not isinstance(press, InstalledPress):
-        raise UserError(
-            f"press is {press!r:.60}; give a press of hooks_impl or patch_impl, such as "
-            "SnapKVPress(0.5)"
-        )
+        raise UserError(f"press is {press!r:.60}; give a press of hooks_impl or patch_impl")

@@ -143,8 +143,8 @@ class Store:
 
 
 def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
-    table = pd.DataFrame(rows, columns=list(columns))
-    return table.astype({"budget": "Int64"})  # integers with missing values
+    # Budgets are integers with missing values.
+    return pd.DataFrame(rows, columns=list(columns)).astype({"budget": "Int64"})
 
 
 # ---- the set-up ----------------------------------------------------------------------------------

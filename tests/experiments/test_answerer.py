@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, QuantizedCache, set_seed
+from transformers import DynamicCache, GenerationConfig, QuantizedCache, set_seed
 
 from experiments import UserError
 from experiments.loading import load_model
@@ -63,6 +63,7 @@ def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, tog
     texts = facts(2)[1]
     contexts = uneven(texts)
     questions = [t.questions[: 1 if together else 2] for t in texts]
+    questions[1] = [f"{asked} ? bob" for asked in questions[1]]  # of another length
     options = {"press": PRESSES[name](package), "max_new_tokens": 4}
     options["compress_questions"] = together
     found = answerer.answered(contexts, questions, **options)
@@ -197,6 +198,7 @@ def test_an_error_leaves_nothing_open(model, answerer, package):
         {"num_beams": 3},
         {"do_sample": True, "num_return_sequences": 3},
         {"repetition_penalty": 5.0},
+        {"generation_config": GenerationConfig(num_beams=3, num_return_sequences=2)},
     ],
 )
 def test_without_a_press_it_is_generate(model, answerer, options):
@@ -222,9 +224,15 @@ def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, monkeypatch)
         assert answerer(*ask, max_new_tokens=8, **asked) != expected
 
 
-def test_answers_end_before_the_end_of_sequence(model, answerer):
+@pytest.mark.parametrize("in_config", [False, True])
+def test_answers_end_before_the_end_of_sequence(answerer, in_config):
+    """Also where a batch goes on, and fills the rows that have ended with that token."""
     (text,) = facts(1)[1]
     (long,) = answerer(text.context, text.questions[:1], max_new_tokens=6)
     end = answerer.tokenizer.convert_tokens_to_ids(long.split()[2])
-    (short,) = answerer(text.context, text.questions[:1], max_new_tokens=6, eos_token_id=end)
+    options = {"max_new_tokens": 4, "eos_token_id": end, "pad_token_id": end}
+    options = {"generation_config": GenerationConfig(**options)} if in_config else options
+    contexts = [text.context, "river alice tea of"]
+    (short,), (other,) = answerer(contexts, text.questions[:1], **options)
     assert short.split() == long.split()[: long.split().index(long.split()[2])]
+    assert len(other.split()) == 4

@@ -184,6 +184,8 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("ut
         ("river", ["of " * 2048], {}, "question .*2048 tokens.* 2048 positions"),
         ("of " * 2048, ["? a"], {}, "2049 and 2 .*max_context_length=2046"),
         ("river", ["? a"], {"press": hooks_impl.KnormPress}, "give a press of hooks_impl"),
+        ("river", None, {"press": hooks_impl.FinchPress(0.5)}, "question"),
+        ("river", ["? a", ""], {"press": hooks_impl.FinchPress(0.5)}, "question"),
     ],
 )
 def test_bad_input_is_refused_in_words(answerer, contexts, questions, options, words):
@@ -213,8 +215,9 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         assert pipe(contexts, questions=questions, batch_size=size, **options) == several
     items = ({"context": c, "questions": q} for c, q in zip(contexts, questions, strict=True))
     assert list(pipe(items, **options)) == several
-    same = pipe(contexts, question=questions[0][0], batch_size=3, **options)
-    assert same[0] == {"answer": expected[0][0]}
+    for given in (contexts, [{"context": context} for context in contexts]):
+        same = pipe(given, question=questions[0][0], batch_size=3, **options)
+        assert same[0] == {"answer": expected[0][0]}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +228,9 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         ([], {"question": "? a"}, r"contexts is \[\]"),
         ([], {}, r"contexts is \[\]"),
         (None, {"question": "? a"}, "contexts is None"),
+        ({"context": "river", "question": "? a"}, {}, "'question'.*'questions'"),
+        ({"questions": ["? a"]}, {}, "'context'"),
+        ([{"context": "river", "questions": ["? a"]}], {"question": "? b"}, "both"),
     ],
 )
 def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):
