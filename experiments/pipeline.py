@@ -82,7 +82,7 @@ class KVPressTextGenerationPipeline(Pipeline):
         """One context with its questions, as text: the answerer tokenizes and pads it."""
         if not isinstance(item, Mapping):
             item = {"context": item}
-        if not {"context"} <= item.keys() <= {"context", "questions"}:
+        if "context" not in item or "question" in item:
             raise UserError(
                 f"an item has {list(item)!r:.60}; give 'context' and, if it asks any, 'questions'"
             )
