@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.slots import filled_columns, occupied_slots
+from press_core.cache.slots import filled_columns, need_masks_beside, occupied_slots
 from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -59,6 +60,8 @@ def store_decisions(
         return
     if forward is not None:
         forward.at_failure.append(layer.mark_unusable)
+        if layer.is_first and layer.room is not None:
+            forward.at_end.append(partial(need_masks_beside, layer, cache))
     seen, kept = tokens_seen(layer, None), layer.lengths().double().mean()
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), site.ranks.mean(float(kept)))
 
@@ -109,8 +112,8 @@ def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:
     """Raise if no press can prune the layer again: its heads differ in length, or in channels."""
     if layer.refusal:
         raise UnsupportedInputError(
-            f"the press of an inner scope left {site.name} with {layer.refusal}, which no press "
-            "can prune again; open that scope outermost"
+            f"the press of another scope left {site.name} with {layer.refusal}, which no press can "
+            "prune again; open that scope outermost, or the two one after the other"
         )
 
 

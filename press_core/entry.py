@@ -19,16 +19,20 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core import running
-from press_core.cache.caches import check_prunable, is_empty, known
+from press_core.cache.caches import (
+    are_special,
+    check_prunable,
+    is_empty,
+    known,
+    pruned_layers,
+)
 from press_core.cache.memory import FIRST, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
-    are_special,
     helped,
     is_built_for_slots,
     needs_help,
     one_mask,
-    pruned_layers,
     with_counted_columns,
     with_newest_columns,
 )

@@ -1,5 +1,7 @@
 """Static caches hold what dynamic ones hold, and a step over either compiles as one graph."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -66,6 +68,34 @@ def test_a_layer_is_helped_once_in_two_scopes():
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda p: [PRESSES["layers"](p), p.KnormPress(0.3)],
+        lambda p: [
+            p.EveryTurnPress(p.KnormPress(), target_size=24),
+            p.PerLayerCompressionPress(p.KnormPress(), [0.2, 0.5]),
+        ],
+        lambda p: [p.CompressionRatioDecodingPress(PRESSES["queries"](p), 2)],
+    ],
+)
+@pytest.mark.parametrize("n_hidden", [0, 3])
+def test_layers_that_were_pruned_at_different_times(package, opened, n_hidden):
+    """Buffers may be as long as one another, and filled to other slots."""
+    model, logits = build("llama", dtype=torch.float64), []
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=110)):
+        with ExitStack() as scopes:
+            for press in opened(package):
+                scopes.enter_context(press(model))
+            for n, seed in ((40, 0), (8, 1), (3, 2), (3, 3), (1, 4), (1, 5)):
+                mask = torch.ones(1, cache.get_seq_length() + n, dtype=torch.long)
+                mask[:, : n_hidden * (n == 1)] = 0
+                given = {"attention_mask": mask, "past_key_values": cache}
+                logits.append(model(token_ids(1, n, seed), **given).logits)
+    for of_dynamic, of_static in zip(logits[:6], logits[6:], strict=True):
+        torch.testing.assert_close(of_static, of_dynamic, rtol=0, atol=1e-9)
+
+
 @both
 @pytest.mark.parametrize("name", ["keys", "heads", "layers", "rerotated"])
 def test_a_mask_over_all_tokens_hides_those_that_it_names(package, name):
@@ -81,6 +111,20 @@ def test_a_mask_over_all_tokens_hides_those_that_it_names(package, name):
             given = {"position_ids": torch.arange(20, 24)[None], "past_key_values": cache}
             logits.append(model(ids[:, 20:], attention_mask=seen[..., first:], **given).logits)
         torch.testing.assert_close(logits[-1], logits[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["keys", "heads", "layers"])
+def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(package, name):
+    model, ids, logits = build("llama"), token_ids(1, 23), []
+    seen = torch.ones(23, 48, dtype=torch.bool).tril()[None, None, 20:]
+    seen[..., :7] = False
+    static = StaticCache(config=model.config, max_cache_len=48)
+    for cache, n in ((DynamicCache(config=model.config), 23), (static, 48)):
+        with PRESSES[name](package)(model):
+            model(ids[:, :20], past_key_values=cache)
+            given = {"attention_mask": seen[..., :n], "past_key_values": cache}
+            logits.append(model(ids[:, 20:], **given).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("no_graphs_after")

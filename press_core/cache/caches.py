@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from press_core.cache.kinds import as_pruned
 from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import own_cache
 
@@ -74,6 +75,18 @@ def mask_layer(cache: Cache) -> Any:
         for layer in cache.layers
         if hasattr(layer, "get_mask_sizes") and not getattr(layer, "is_sliding", False)
     )
+
+
+def pruned_layers(cache: Any) -> list[PrunedLayer]:
+    """The layers of a cache from which something was evicted."""
+    layers = getattr(cache, "layers", ())
+    return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.kept.n_seen]
+
+
+def are_special(layers: list[PrunedLayer]) -> bool:
+    """Whether any of the pruned `layers` can need its own mask, positions or attention function."""
+    plain = ReadingNeeds.NOTHING
+    return any([x.needs is not plain or x.kept.following is not None for x in layers])
 
 
 def columns_of(layer: Any, n_new: int) -> int:

@@ -172,6 +172,9 @@ class RaggedLayer(InPlaceLayer):
     def room(self) -> int | None:
         return self.recent.room
 
+    def get_max_length(self) -> int:
+        return self.recent.get_max_length()
+
     @property
     def n_old(self) -> int:
         return self.kept.n_seen

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from press_core.cache.caches import mask_layer
+from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.masks import (
     columns_seen,
     for_full_attention,
@@ -23,21 +23,9 @@ from press_core.forward import Arguments, Forward, OneMask, current
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
-BUILT_FOR_SLOTS, READ = "built for slots", "read"
+BUILT_FOR_SLOTS, READ, FIRST = "built for slots", "read", "first"
 
 # ---- once per forward ----------------------------------------------------------------------------
-
-
-def pruned_layers(cache: Any) -> list[PrunedLayer]:
-    """The layers of a cache from which something was evicted."""
-    layers = getattr(cache, "layers", ())
-    return [layer for layer in layers if isinstance(layer, PrunedLayer) and layer.kept.n_seen]
-
-
-def are_special(layers: list[PrunedLayer]) -> bool:
-    """Whether any of the pruned `layers` can need its own mask, positions or attention function."""
-    plain = ReadingNeeds.NOTHING
-    return any([x.needs is not plain or x.kept.following is not None for x in layers])
 
 
 def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
@@ -45,7 +33,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
 
     Also where the caller passes an attention mask or positions that do not fit the stored slots.
     """
-    mask = forward.given.get("attention_mask")
+    mask, forward.notes[FIRST] = forward.given.get("attention_mask"), _first(forward)
     needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
     rerotated = [layer for layer in layers if layer.kept.following is not None]
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
@@ -69,6 +57,18 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     return mask.shape[-1] != first.columns(n) or is_of_tokens(forward, first.n_seen + n)
 
 
+def _first(forward: Forward) -> tuple[int, int, int] | None:
+    """Of the layer that the model builds its mask for, before the layers run: `n_old`, its filled
+    slots with this forward's tokens, and its columns; None: it is not pruned."""
+    first, n = (
+        (mask_layer(forward.cache) if pruned_layers(forward.cache) else None),
+        forward.n_tokens,
+    )
+    if not isinstance(first, PrunedLayer):
+        return None
+    return first.n_old, first.n_old + first.n_recent + n, first.columns(n)
+
+
 def is_built_for_slots(forward: Forward) -> bool:
     """Whether the 4-d mask that the decoder was given has a column for each slot of the cache.
 
@@ -85,12 +85,17 @@ def is_built_for_slots(forward: Forward) -> bool:
 def is_of_tokens(forward: Forward, n_seen: int) -> bool:
     """Whether the decoder was given a 4-d mask with a column for each token seen.
 
+    For a buffer it may have columns for all tokens that the cache was made for.
+
     Args:
         n_seen: tokens seen, those of this forward included.
     """
     mask = for_full_attention(forward.given.get("attention_mask"))
-    is_given = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == n_seen
-    return is_given and not is_built_for_slots(forward)
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or is_built_for_slots(forward):
+        return False
+    return mask.shape[-1] == n_seen or mask.shape[-1] in [
+        layer.get_max_length() for layer in pruned_layers(forward.cache)[:1] if layer.room
+    ]
 
 
 def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
@@ -289,7 +294,9 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     fits = mask is None or mask.shape[-1] == columns
     # `generate` of transformers 5.2 counts other tokens than a cache of rerotated keys, and would
     # let them see slots of a buffer that are still empty.
-    fits = fits and not (layer.is_rerotated and layer.room is not None)
+    begin = forward.notes.get(FIRST)
+    shifted = layer.is_rerotated or (begin is not None and begin[0] != layer.n_old)
+    fits = fits and (layer.room is None or not shifted)
     if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen + q):
         return mask
     recent = _recent(forward, mask, layer, columns - layer.n_old)
@@ -324,10 +331,12 @@ def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) ->
     A mask built by the model has columns for the slots of one layer. Any other mask has columns for
     all tokens, possibly up to the end of a buffer, or only for the last ones.
     """
-    first, n_seen = mask_layer(forward.cache), layer.kept.n_seen
-    by_model = isinstance(first, PrunedLayer) and mask.shape[-1] == first.columns(forward.n_tokens)
-    by_model = by_model and not is_of_tokens(forward, n_seen + n_recent)
-    return first.n_old if by_model else min(n_seen, mask.shape[-1] - n_recent)
+    first: tuple[int, int, int] | None = forward.notes.get(FIRST)
+    n_seen = layer.kept.n_seen
+    by_model = first is not None and mask.shape[-1] == first[2]
+    if first is not None and by_model and not is_of_tokens(forward, n_seen + n_recent):
+        return first[1] - n_recent
+    return min(n_seen, mask.shape[-1] - n_recent)
 
 
 def _with_positions(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from press_core.cache.caches import columns_of, mask_layer
+from press_core.cache.kinds import as_pruned
 from press_core.cache.masks import visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
@@ -19,7 +20,7 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
-    if layer.columns(1) != columns_of(first, 1):
+    if layer.columns(1) != columns_of(first, 1) or not fill_alike(layer, as_pruned(first)):
         # Only these implementations of transformers take no mask for a single token.
         unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
         unmasked = unmasked and layer.room is None
@@ -29,6 +30,18 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
         if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
             needs |= ReadingNeeds.MASK
     return needs
+
+
+def fill_alike(layer: PrunedLayer, other: PrunedLayer | None) -> bool:
+    """Whether a mask that shows the filled slots of one buffer fits the other."""
+    return layer.room is None or other is None or layer.n_slots == other.n_slots
+
+
+def need_masks_beside(first: PrunedLayer, cache: Any) -> None:
+    """After the `first` layer was pruned: buffers that were not need their own mask from now on."""
+    for other in cache.layers:
+        if isinstance(other, PrunedLayer) and other.is_pruned and not fill_alike(other, first):
+            other.needs |= ReadingNeeds.MASK
 
 
 def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:

@@ -27,7 +27,7 @@ from press_core.cache.caches import check_rows, known, row_alone
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
-from press_core.engine import store_decisions
+from press_core.engine import require_readable, store_decisions
 from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.fields import count
@@ -223,6 +223,7 @@ def store_chosen(
         even: whether all heads of a row keep the same number of tokens.
     """
     layer = known(cache, site.layer_idx)
+    require_readable(layer, site)
     (keys, values), when = layer.states(), Moment(seen=tokens_seen(layer, occupied))
     if joining:
         keys, values = (

@@ -1,8 +1,10 @@
 """Commands of the study: what they show they have written, and what is wrong they say."""
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+import yaml
 
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS, build_tokenizer
@@ -41,6 +43,7 @@ SMALL = {
     "headwise": "--facts 2 --samples 2 --context 64 --rounds 1 --ratio 0.5",
     "trace": "--model llama",
 }
+WRONG = yaml.safe_load(Path(__file__).with_name("wrong_commands.yaml").read_text())
 RUNS = [
     ("equivalence", "--model TINY --dtype bfloat16 --length 20 --press TOVA", 1),
     ("error", "--press snapkv,knorm --ratio 0.8", 34),
@@ -75,51 +78,9 @@ def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
-    [
-        ("equivalence", "--press SnapPress", "no press 'SnapPress'; there are AdaKV"),
-        ("equivalence", f"--press {OWN}:NewestPress", "names 1 press; give two"),
-        ("equivalence", "--press no_such:A,no_such:B", "No module named 'no_such'"),
-        ("equivalence", f"--press {OWN}:A,{OWN}:B", "cannot import"),
-        ("equivalence", "--press pathlib:Path,pathlib:Path", "'pathlib:Path' is no press"),
-        (
-            "equivalence",
-            f"--press {OWN}:NoRatioPress,{OWN}:NewestPatch",
-            "NoRatioPress' is no press",
-        ),
-        ("equivalence", "--ratio 1", "1.0 is not in [0, 1)"),
-        ("equivalence", "--family lama", "'lama' is unknown; choose from llama"),
-        ("equivalence", "--dtype int8", "choose from float32, bfloat16"),
-        ("equivalence", "--family gemma2 --attn sdpa", "gemma2 has sdpa; eager"),
-        ("equivalence", "--family llama --model TINY", "either --model or --family"),
-        ("equivalence", "--length 1", "'--length'"),
-        ("equivalence", "--device abacus", "cannot use 'abacus'"),
-        ("architectures", "--type lama", "'lama' is no decoder"),
-        ("error", "--ratio 1", "1.0 is not above 0"),
-        ("error", "--context 40 --facts 30", "--context, --facts"),
-        ("streaming", "--tokens 300", "300 tokens are too few"),
-        ("streaming", "--tokens 495 --capacity 31 --n-sink 31", "max_capacity must be"),
-        ("streaming", "--tokens 900 --capacity 31", "cannot stream 900 tokens"),
-        ("quality", "--press NoSuch", "no press 'NoSuch'; there are AdaKV"),
-        ("quality", "--press thinkpress", "evicts channels"),
-        ("quality", "--ratio 1.5", "1.5 is not above 0"),
-        ("quality", "--facts 40", "facts"),
-        ("isolation", "--mechanism magic", "'magic' is unknown; choose from hooks"),
-        ("coexistence", "--companion PEFT", "'PEFT' is unknown"),
-        ("intrusiveness", "--environment TINY", "bin/python"),
-        ("overhead", "--layers 0", "0 is less than 1"),
-        ("overhead", "--model /no/such/folder", "/no/such/folder"),
-        ("throughput", "--context 4k", "cannot read '4k'"),
-        ("throughput", "--limit lots", "'lots' is no size"),
-        ("throughput", "--dtype float8", "'float8' is unknown"),
-        ("throughput", "--press SnapPress", "no press 'SnapPress'"),
-        ("headwise", "--part budgets --facts 80", "facts is 80"),
-        ("trace", "--press nosuch", "no press 'nosuch'; there are AdaKV"),
-        ("trace", "--ratio 1.5", "compression_ratio=1.5"),
-        ("trace", "--model gpt2 --press ExpectedAttention", "rotary position"),
-        ("trace", "--model no/such/folder", "no folder 'no/such/folder'"),
-    ],
+    [(name, *told) for name, given in WRONG.items() for told in given.items()],
 )
 def test_a_command_says_what_is_wrong(run, name, options, message):
-    result = run(name, f"{SMALL.get(name, '')} {options}")
+    result = run(name, f"{SMALL.get(name, '')} {options}".replace("{own}", OWN))
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
