@@ -175,7 +175,7 @@ class Options:
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Use the grids of the committed results, which take about half an hour."
+            "--full", help="Use the grids of the committed results, which take about 45 minutes."
         ),
     ] = False
     overwrite: Annotated[
