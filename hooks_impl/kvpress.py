@@ -140,7 +140,7 @@ def _taking_both(method: Any, translate: Callable[..., Any], cls: type) -> Calla
             return bound(call_of(press, *args, **kwargs) if call is None else call)
         if call is None:
             return bound(*args, **kwargs)
-        return translate(bound, press, call)
+        return translate(bound, call)
 
     both.takes_both = True  # type: ignore[attr-defined]
     return both
@@ -151,7 +151,7 @@ def _bound(method: Any, press: Any, cls: type) -> Any:
     return method.__get__(press, cls) if hasattr(method, "__get__") else method
 
 
-def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
+def _compressed(method: Callable[..., Any], call: AttentionCall) -> Any:
     module, *others = arguments(call)
     kept = method(module, *others)
     hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
@@ -162,7 +162,7 @@ def _compressed(method: Callable[..., Any], press: Press, call: AttentionCall) -
     return Eviction.keep_per_head(call, mask)
 
 
-def _scored(method: Callable[..., Any], press: Press, call: AttentionCall) -> Any:
+def _scored(method: Callable[..., Any], call: AttentionCall) -> Any:
     """Call `score` with the hidden states of the keys; once per KV head, if kept tokens differ."""
     tokens, at = call.at.tokens, call.at
     if tokens is None or bool((tokens < 0).any()):  # some keys' hidden states are not known

@@ -36,6 +36,7 @@ from press_core.cache.reading import (
     with_counted_columns,
     with_newest_columns,
 )
+from press_core.cache.slots import note_masked
 from press_core.engine import prune_before
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import (
@@ -142,6 +143,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
     forward.given = with_counted_columns(forward, layers)
     forward.helps = needs_help(forward, layers)
     if forward.helps:
+        note_masked(forward)
         current.reading, forward.given = one_mask(forward, scope.sites[0], layers)
         forward.helps = current.reading is None
     _note_whole(scope, forward.cache, layers, scope.sites[0].layer_idx)

@@ -162,7 +162,7 @@ class Eviction:
 
     @property
     def evicts(self) -> Evicts:
-        """What it evicts, or may: `NOTHING` also if it keeps the same tokens in every head."""
+        """What a press has to declare to return it; `NOTHING` if all heads keep the same tokens."""
         per_head = self.head_mask is not None or self.late_mask is not None
         kinds = {Evicts.PER_HEAD: per_head, Evicts.CHANNELS: self.channels is not None}
         return max([kind for kind, is_set in kinds.items() if is_set] or [Evicts.NOTHING])

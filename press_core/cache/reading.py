@@ -17,13 +17,14 @@ from press_core.cache.masks import (
     visible_tokens,
 )
 from press_core.cache.pruned import PrunedLayer
+from press_core.cache.slots import MASKED, Masked
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
 from press_core.forward import Arguments, Forward, OneMask, current
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
-BUILT_FOR_SLOTS, READ, FIRST = "built for slots", "read", "first"
+BUILT_FOR_SLOTS, READ = "built for slots", "read"
 
 # ---- once per forward ----------------------------------------------------------------------------
 
@@ -33,7 +34,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
 
     Also where the caller passes an attention mask or positions that do not fit the stored slots.
     """
-    mask, forward.notes[FIRST] = forward.given.get("attention_mask"), _first(forward)
+    mask = forward.given.get("attention_mask")
     needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
     rerotated = [layer for layer in layers if layer.kept.following is not None]
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
@@ -55,18 +56,6 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
         return False
     n, first = forward.n_tokens, layers[0]
     return mask.shape[-1] != first.columns(n) or is_of_tokens(forward, first.n_seen + n)
-
-
-def _first(forward: Forward) -> tuple[int, int, int] | None:
-    """Of the layer that the model builds its mask for, before the layers run: `n_old`, its filled
-    slots with this forward's tokens, and its columns; None: it is not pruned."""
-    first, n = (
-        (mask_layer(forward.cache) if pruned_layers(forward.cache) else None),
-        forward.n_tokens,
-    )
-    if not isinstance(first, PrunedLayer):
-        return None
-    return first.n_old, first.n_old + first.n_recent + n, first.columns(n)
 
 
 def is_built_for_slots(forward: Forward) -> bool:
@@ -294,8 +283,8 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     fits = mask is None or mask.shape[-1] == columns
     # `generate` of transformers 5.2 counts other tokens than a cache of rerotated keys, and would
     # let them see slots of a buffer that are still empty.
-    begin = forward.notes.get(FIRST)
-    shifted = layer.is_rerotated or (begin is not None and begin[0] != layer.n_old)
+    masked: Masked | None = forward.notes.get(MASKED)
+    shifted = layer.is_rerotated or (masked is not None and masked.n_old != layer.n_old)
     fits = fits and (layer.room is None or not shifted)
     if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen + q):
         return mask
@@ -331,12 +320,11 @@ def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) ->
     A mask built by the model has columns for the slots of one layer. Any other mask has columns for
     all tokens, possibly up to the end of a buffer, or only for the last ones.
     """
-    first: tuple[int, int, int] | None = forward.notes.get(FIRST)
-    n_seen = layer.kept.n_seen
-    by_model = first is not None and mask.shape[-1] == first[2]
-    if first is not None and by_model and not is_of_tokens(forward, n_seen + n_recent):
-        return first[1] - n_recent
-    return min(n_seen, mask.shape[-1] - n_recent)
+    masked: Masked | None = forward.notes.get(MASKED)
+    n_seen, width = layer.kept.n_seen, mask.shape[-1]
+    if masked is None or width != masked.columns or is_of_tokens(forward, n_seen + n_recent):
+        return min(n_seen, width - n_recent)
+    return masked.n_filled - n_recent
 
 
 def _with_positions(

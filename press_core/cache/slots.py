@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,33 @@ from press_core.cache.kinds import as_pruned
 from press_core.cache.masks import visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
+from press_core.forward import Forward
 from press_core.model.sites import AttentionSite
+
+MASKED = "masked"
+"""In `Forward.notes`: the `Masked` of the forward."""
+
+
+class Masked(NamedTuple):
+    """The pruned layer that the model builds its mask for, before the layers run.
+
+    Attributes:
+        n_old: mask columns of its pruned part.
+        n_filled: columns up to the last token of the forward.
+        columns: of the mask.
+    """
+
+    n_old: int
+    n_filled: int
+    columns: int
+
+
+def note_masked(forward: Forward) -> None:
+    """Note which layer the model builds its mask for: it may be pruned before others are read."""
+    layer, n = mask_layer(forward.cache), forward.n_tokens
+    if isinstance(layer, PrunedLayer):
+        n_filled = layer.n_old + layer.n_recent + n
+        forward.notes[MASKED] = Masked(layer.n_old, n_filled, layer.columns(n))
 
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:

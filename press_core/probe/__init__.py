@@ -110,9 +110,9 @@ def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystand
 def _kind_of(model: Any) -> str:
     """A key that is equal for models of one class that share the facts."""
     modules = watching.layers_of(model)
-    having = [x for x in (model, *dict(modules).values()) if getattr(x, "config", None) is not None]
-    configs = {id(x.config): x.config for x in having}.values()
-    described = [config.to_json_string(use_diff=False) for config in configs]
+    configs = [getattr(x, "config", None) for x in (model, *(module for _, module in modules))]
+    apart = {id(config): config for config in configs if config is not None}.values()
+    described = [config.to_json_string(use_diff=False) for config in apart]
     for name, module in modules:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         children = {n: type(child).__name__ for n, child in module.named_children()}
