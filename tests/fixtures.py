@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import settings
 from torch.utils import cpp_extension
 
 with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):  # hqq, which it imports, loads a compiler
@@ -21,6 +22,8 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 
 
 def pytest_configure():
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
     gc.disable()
     cpp_extension.load = unpacking
 

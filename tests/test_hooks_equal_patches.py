@@ -31,7 +31,6 @@ def many(share=1.0):
         max_examples=int(N_CASES * share),
         derandomize=PROFILE != "long",
         database=None,
-        deadline=None,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )

@@ -351,7 +351,6 @@ def test_programs(shard):
         settings=settings(
             max_examples=N_PROGRAMS // N_SHARDS,
             stateful_step_count=MAX_STEPS,
-            deadline=None,
             database=None,
             print_blob=True,
             suppress_health_check=list(HealthCheck),

@@ -17,7 +17,7 @@ SIZES = 128, 96, 64, 48, 32
 START = 1600
 """Fixed cost of the product over one block, in elements of keys that it could process instead."""
 
-FEW = 2**15
+FEW = 2**13
 """Logits per row up to which a single block, read by all query heads of the row, is fastest."""
 
 

@@ -4,7 +4,7 @@ import inspect
 import types
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_patch import Patch, wrap
@@ -214,7 +214,6 @@ OPERATIONS = st.lists(
 @pytest.mark.parametrize("order", ["last first", "any"])
 @of_every_owner
 @given(OPERATIONS)
-@settings(deadline=None)
 def test_any_sequence_of_patches_ours_and_foreign_ends_clean(make, order, operations):
     owner = make()
     before = _attributes(owner)

@@ -285,7 +285,7 @@ pairs_of_ones_own = strategies.pairs_of(
 )
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True)
 @given(strategies.cases(pairs_of_ones_own, max_length=20))
 def test_strategies_take_presses_of_ones_own(case):
     assert case.difference() is None

@@ -133,7 +133,7 @@ def test_presses_and_settings_read_anything_without_a_traceback(tmp_path):
     file = tmp_path / "sweep.yaml"
 
     @given(st.binary(max_size=40) | SETTINGS.map(lambda told: yaml.safe_dump(told).encode()))
-    @drawn(deadline=None)
+    @drawn()
     def read(text):
         file.write_bytes(text)
         with contextlib.suppress(UserError, HyperparameterError):

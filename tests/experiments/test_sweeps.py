@@ -124,7 +124,7 @@ def test_what_is_missing_is_run_again(copied, swept, ran, damage, n):
 
 
 @given(st.integers(0, 600), st.binary(min_size=1, max_size=200), st.booleans())
-@drawn(deadline=None)
+@drawn()
 def test_a_damaged_cell_is_refused_in_words(swept, tmp_path_factory, place, content, cut):
     """Whatever its bytes say: results, or one error, and nothing is written anywhere else."""
     outer = tmp_path_factory.mktemp("damaged")

@@ -71,7 +71,7 @@ def test_what_nobody_collected_or_prepared_is_missed_by_name():
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_narrowed_calls_are_about_what_is_left(data):
     """`select`, `chunk` and `of_rows` one after the other, against positions that are tracked."""
     recorded = record("llama", LENGTH)

@@ -175,7 +175,7 @@ def scored(draw):
     return scores ** draw(st.sampled_from([1, 4])) - draw(st.sampled_from([0.0, 0.3]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(scored(), st.integers(2, 12), st.data())
 def test_gated_chunks_against_the_slow_reference(scores, chunk_length, data):
     low = data.draw(st.integers(1, chunk_length - 1))

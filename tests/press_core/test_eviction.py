@@ -161,7 +161,7 @@ def _steps(draw):
     return steps
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(_steps())
 def test_evictions_may_be_nested_in_any_way(steps):
     """`(a, b), c` is `a, (b, c)`, and both are the positions taken step by step."""

@@ -274,7 +274,6 @@ TestAgainstLists.settings = settings(
     stateful_step_count=12,
     derandomize=PROFILE != "long",
     database=None,
-    deadline=None,
 )
 
 
@@ -284,7 +283,7 @@ TestAgainstLists.settings = settings(
     few=st.sampled_from([-1, 2**18]),
     data=st.data(),
 )
-@settings(max_examples=6 * N_PROGRAMS, derandomize=PROFILE != "long", database=None, deadline=None)
+@settings(max_examples=6 * N_PROGRAMS, derandomize=PROFILE != "long", database=None)
 def test_every_head_reads_its_own_tokens_once_and_no_others(n_heads, batch, few, data):
     n = n_heads * batch
     counts = data.draw(st.lists(st.integers(0, 400), min_size=n, max_size=n))

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import patch_impl
@@ -203,7 +203,6 @@ def test_a_sketch_depends_on_the_layer_alone():
 
 
 @given(st.integers(1, 80), st.floats(0, 0.999), st.integers(0, 12))
-@settings(deadline=None)
 def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(length, ratio, n_sink):
     n = n_kept(length, ratio)
     scores = formulas.StreamingLLM(ratio, n_sink).score(_call(length=length, budget=n))

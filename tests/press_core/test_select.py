@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from press_core.budget import Tokens, kept_of_chunks, n_kept, ratio_of
@@ -12,7 +12,6 @@ from press_core.select import best_first, protect, top_positions
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_the_best_are_kept_in_temporal_order_of_equal_scores_the_first(data):
     length = data.draw(st.integers(1, 12))
     numbers = st.sampled_from([-math.inf, -1.0, 0.0, 1.0, math.inf])
@@ -39,7 +38,6 @@ def test_scores_that_are_no_numbers_take_no_place_away():
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_protected_tokens_stand_above_all_others_the_latest_highest(data):
     length = data.draw(st.integers(2, 24))
     magnitude = data.draw(st.sampled_from([1e-3, 1.0, 1e3, 1e6]))

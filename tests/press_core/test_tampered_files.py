@@ -50,9 +50,7 @@ DTYPES = (
 VALUES = (-(2**31), -1, 0, 0.5, 1, 7, 2**31 - 1, float("nan"), float("inf"), 1e38)
 
 N_EXAMPLES = {"long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 200)
-FUZZED = settings(
-    max_examples=N_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+FUZZED = settings(max_examples=N_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 SOME = settings(FUZZED, max_examples=N_EXAMPLES // 4)
 RANK = 3
 
