@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments import UserError, refusing
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
-from experiments.framework.manifest import Entry, check_names, read_manifest
+from experiments.framework.manifest import Entry, check_names, read_manifest, write_at_once
 from experiments.framework.plots import save
 
 
@@ -57,7 +57,8 @@ class Part(NamedTuple):
 def write_tables(tables: Tables, folder: Path) -> None:
     """Write tables as CSV files, named after them, into an existing folder."""
     for name, table in tables.items():
-        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+        text = table.to_csv(index=False, lineterminator="\n")
+        write_at_once(folder / f"{name}.csv", text.encode())
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
