@@ -98,7 +98,7 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
 
     Raises:
         UserError: if `folder` holds no study, results of an experiment that is not among
-            `experiments`, or lacks a table or a column.
+            `experiments`, or lacks a table, a column or values.
     """
     known = {experiment.name: experiment for experiment in experiments}
     parts = []
@@ -113,8 +113,8 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
             paths = {table: path for table, path in paths.items() if path.exists()}
         tables = {table: read_table(path) for table, path in paths.items()}
         part = Part(known[name], tables, entry)
-        missing = f"{folder} lacks a table or a column of {name!r}"
-        with refusing(missing, LookupError, advice="; run the study again"):
+        missing = f"{folder} lacks a table, a column or values of {name!r}"
+        with refusing(missing, LookupError, TypeError, ValueError, advice="; run the study again"):
             _ = part.findings
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
