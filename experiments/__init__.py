@@ -54,7 +54,7 @@ def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[
     try:
         yield
     except errors as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or repr(error)
         raise UserError(f"{what}: {reason:.300}{advice}") from error
 
 

@@ -23,6 +23,8 @@ MANIFEST = "run.json"
 REPORTS = ("report.md", "report.html", "overview.svg")
 """Files about all experiments together."""
 
+_ADVICE = "; what is finished is kept, so fix that and repeat the command, or give another --output"
+
 UNFINISHED = "it was interrupted before everything was written"
 """Error of an entry while its files are being written."""
 
@@ -146,13 +148,21 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def write_at_once(path: Path, content: bytes) -> None:
-    """Write a file atomically; its permissions follow the umask."""
+    """Write a file atomically, in a folder that is created if it does not exist.
+
+    Its permissions follow the umask.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with refusing(f"cannot write {path}", OSError, advice=_ADVICE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 # ---- one run -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.framework.experiment import Contrast
+from experiments.framework.manifest import write_at_once
 
 _STYLE: Any = matplotlib.rc_params_from_file(
     Path(__file__).with_name("study.mplstyle"), use_default_template=False
@@ -158,10 +159,9 @@ _SCHEMES = (
 
 def save(figure: Figure, path: Path) -> None:
     """Write a figure to an SVG file that can be read in light and in dark mode."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     drawn = svg(figure, salt=path.stem)
     start = drawn.index(">") + 1
-    path.write_text(f"{drawn[:start]}{_SCHEMES}{drawn[start:]}\n", encoding="utf-8")
+    write_at_once(path, f"{drawn[:start]}{_SCHEMES}{drawn[start:]}\n".encode())
 
 
 def svg(figure: Figure, salt: str) -> str:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from experiments import QUESTION, data_of, load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Finding
-from experiments.framework.manifest import read_manifest, write_manifest
+from experiments.framework.manifest import read_manifest, write_at_once, write_manifest
 from experiments.framework.plots import overview, svg
 from experiments.framework.quotable import quotable
 from experiments.framework.results import Part, drawn, read_parts, write_figures
@@ -127,7 +127,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
     }
     for name in ("report.md", "report.html"):
         text = environment.get_template(name).render(context)
-        (folder / name).write_text(text, encoding="utf-8")
+        write_at_once(folder / name, text.encode())
 
 
 def command(

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from experiments import UserError, refusing
 from experiments.framework.experiment import AnyExperiment, Finding, Tables
-from experiments.framework.manifest import Entry, check_names, read_manifest
+from experiments.framework.manifest import Entry, check_names, read_manifest, write_at_once
 from experiments.framework.plots import save
 
 
@@ -57,7 +57,8 @@ class Part(NamedTuple):
 def write_tables(tables: Tables, folder: Path) -> None:
     """Write tables as CSV files, named after them, into an existing folder."""
     for name, table in tables.items():
-        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+        text = table.to_csv(index=False, lineterminator="\n")
+        write_at_once(folder / f"{name}.csv", text.encode())
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
@@ -97,7 +98,7 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
 
     Raises:
         UserError: if `folder` holds no study, results of an experiment that is not among
-            `experiments`, or lacks a table or a column.
+            `experiments`, or lacks a table, a column or values.
     """
     known = {experiment.name: experiment for experiment in experiments}
     parts = []
@@ -112,8 +113,8 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
             paths = {table: path for table, path in paths.items() if path.exists()}
         tables = {table: read_table(path) for table, path in paths.items()}
         part = Part(known[name], tables, entry)
-        missing = f"{folder} lacks a table or a column of {name!r}"
-        with refusing(missing, LookupError, advice="; run the study again"):
+        missing = f"{folder} lacks a table, a column or values of {name!r}"
+        with refusing(missing, LookupError, TypeError, ValueError, advice="; run the study again"):
             _ = part.findings
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:

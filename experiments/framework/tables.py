@@ -53,7 +53,7 @@ class ResultTable(NamedTuple):
         table = Table(box=SIMPLE_HEAD)
         words = len(self.head) if self.left is None else self.left
         for index, name in enumerate(self.head):
-            table.add_column(name, justify="left" if index < words else "right")
+            table.add_column(name, justify="left" if index < words else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(str(cell)) for cell in row))
         return table

@@ -45,6 +45,6 @@ app = typer.Typer()
 app.command()(sweeps.command)
 
 
-def call(*args):
+def call(*args, width=160):
     small = "--samples", "4", "--threads", "1", "--dataset", "facts/single@48"
-    return CliRunner().invoke(app, [*small, *map(str, args)], env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, [*small, *map(str, args)], env={"COLUMNS": str(width)})

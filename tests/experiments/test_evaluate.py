@@ -113,6 +113,7 @@ def test_the_command(tmp_path):
     assert "tokens" not in result.output
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert "3 of 3 cells" in call(*args).output
+    assert "…" not in call(*args, width=50).output  # names are not cut
     other = call(*args, "--seed", "3")
     assert isinstance(other.exception, UserError)
     assert "seed was 0, is 3" in str(other.exception)

@@ -195,9 +195,10 @@ def test_what_is_no_manifest_is_told_in_one_line(tmp_path, content, command):
 
 def test_a_table_that_is_gone_or_none_is_told_in_one_line(tmp_path):
     study(three([]), tmp_path)
-    (tmp_path / "a.csv").write_bytes(b'"\xff')
-    with pytest.raises(UserError, match=r"a\.csv is no table"):
-        read_parts(tmp_path, three([]))
+    for content, words in ((b'"\xff', r"a\.csv is no table"), (b"x\nb\n", "lacks .* of 'a'")):
+        (tmp_path / "a.csv").write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            read_parts(tmp_path, three([]))
     (tmp_path / "a.csv").unlink()
     with pytest.raises(UserError, match=r"cannot read .*a\.csv"):
         read_parts(tmp_path, three([]))

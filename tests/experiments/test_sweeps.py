@@ -19,7 +19,6 @@ from experiments.answers import store
 from experiments.answers import sweep as sweeps
 from experiments.answers.cells import Cell, Prediction, Result, plan, run_cell
 from experiments.answers.store import Store, model_fingerprint, setup_of
-from experiments.framework.manifest import write_at_once
 from experiments.loading import load_model
 from tests.experiments.sweeping import FILES, ONE, SETUP, SMALL, assert_same, call, run_sweep
 
@@ -160,15 +159,15 @@ def test_a_second_sweep_in_a_folder_is_told_of_the_first(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, swept, ran):
-    def full(path, content):
+    def full(path, content, write=Path.write_bytes):
         if path.parent.name == "cells" and any(path.parent.glob("*.json")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        write_at_once(path, content)
+        return write(path, content)
 
-    monkeypatch.setattr(store, "write_at_once", full)
-    with pytest.raises(UserError, match=r"No space left.* again"):
-        run_sweep(ONE, tmp_path)
-    monkeypatch.setattr(store, "write_at_once", write_at_once)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(UserError, match=r"cannot write .*: No space left.* repeat"):
+            run_sweep(ONE, tmp_path)
     ran.clear()
     assert_same(run_sweep(ONE, tmp_path)[0], swept[1])
     assert len(ran) == 2

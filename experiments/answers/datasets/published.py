@@ -90,7 +90,7 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
         f"{published.hub} as {name}/"
     )
     what = f"cannot load {name} ({task}) from {source}"
-    with refusing(what, OSError, ValueError, RuntimeError, advice=advice):
+    with refusing(what, OSError, ValueError, RuntimeError, StopIteration, advice=advice):
         rows = library("datasets").load_dataset(source, **where)
     needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
     if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
