@@ -292,3 +292,24 @@ class FromZero(transformers.LlamaForCausalLM):
     def forward(self, input_ids, **kwargs):
         kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
         return super().forward(input_ids, **kwargs)
+
+
+def test_an_attention_that_calls_the_one_it_inherits_from():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Inheriting
+    assert all(not site.refusals and site.num_heads == 4 for site in attention_sites(model))
+
+
+class Inheriting(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
