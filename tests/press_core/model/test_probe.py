@@ -4,6 +4,7 @@ import copy
 import cProfile
 import pstats
 import time
+from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -313,3 +314,20 @@ class Inheriting(transformers.models.llama.modeling_llama.LlamaAttention):
         return super().forward(
             hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
+
+
+def test_a_model_that_masks_single_tokens_too(package, monkeypatch):
+    """Under sdpa, where those of transformers do not."""
+    modeling = transformers.models.llama.modeling_llama
+    always = partial(modeling.create_causal_mask, and_mask_function=lambda b, h, q, k: q >= k)
+    model, ids = families.build("llama", attn_implementation="sdpa"), torch.arange(5, 46)[None]
+    press = package.PyramidKVPress(0.5, 4, beta=4)
+    cache = filled(model, press, ids[:, :-1])
+    with torch.no_grad(), press(model):
+        expected = model(ids[:, -1:], past_key_values=cache).logits
+        monkeypatch.setattr(modeling, "create_causal_mask", always)
+    probe._known.clear()
+    cache = filled(model, press, ids[:, :-1])
+    with torch.no_grad(), press(model):
+        found = model(ids[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected)
