@@ -163,9 +163,10 @@ class Eviction:
 
     @property
     def evicts(self) -> Evicts:
-        """What a press has to declare to return it; `NOTHING` if all heads keep the same tokens."""
+        """What a press has to declare to return it."""
         per_head = self.head_mask is not None or self.late_mask is not None
         kinds = {Evicts.PER_HEAD: per_head, Evicts.CHANNELS: self.channels is not None}
+        kinds[Evicts.TOKENS] = self.length < self.call.length
         return max([kind for kind, is_set in kinds.items() if is_set] or [Evicts.NOTHING])
 
     @property
