@@ -77,7 +77,8 @@ class Eviction:
         """Keep the keys and values at `positions` `(B, H_kv, n)` int64, ascending; `n >= 1`.
 
         Raises:
-            PressError: if `positions` have another shape or dtype, or (on a CPU) are out of range.
+            PressError: if `positions` have another shape or dtype, or (on a CPU) are out of range
+                or not ascending.
         """
         _check_indices("keep", call, positions, torch.int64, call.length)
         keys, values = gather_each(positions, call.keys, call.values)
@@ -162,9 +163,10 @@ class Eviction:
 
     @property
     def evicts(self) -> Evicts:
-        """What a press has to declare to return it; `NOTHING` if all heads keep the same tokens."""
+        """What a press has to declare to return it."""
         per_head = self.head_mask is not None or self.late_mask is not None
         kinds = {Evicts.PER_HEAD: per_head, Evicts.CHANNELS: self.channels is not None}
+        kinds[Evicts.TOKENS] = self.length < self.call.length
         return max([kind for kind, is_set in kinds.items() if is_set] or [Evicts.NOTHING])
 
     @property
@@ -264,14 +266,15 @@ def _check_indices(
             if is_mask or not is_readable(given) or torch.compiler.is_compiling():
                 return
             low, high = map(int, given.aminmax())
-            if low >= 0 and high < size:
+            ascends = bool((given.diff(dim=-1) > 0).all())
+            if low >= 0 and high < size and ascends:
                 return
-            found = f"indices from {low} to {high}"
+            found = f"indices from {low} to {high}{'' if ascends else ' that do not ascend'}"
     last = size if is_mask else f"1 <= n <= {size}"
+    kinds = "" if is_mask else f", ascending indices from 0 to {size - 1}"
     raise PressError(
         f"Eviction.{kind} was given {found}; it takes a tensor ({batch}, {heads}, {last}) {dtype}"
-        f"{'' if is_mask else f', indices from 0 to {size - 1}'}; `.expand(*call.keys.shape[:2], "
-        "-1)` gives all KV heads the same"
+        f"{kinds}; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same"
     )
 
 

@@ -140,6 +140,9 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
         lengths(patch_impl.ComposedPress(composed), model)
     with pytest.raises(PressError, match=r"layers\.0.*layers\.1"):
         filled(model, OfTheFirst(), token_ids(1, 20))
+    some = type("Some", (package.KnormPress,), {"evicts": Evicts.NOTHING})
+    with pytest.raises(PressError, match=r"Evicts\.TOKENS"):
+        lengths(some(0.5), model)
     for trait in ("needs", "evicts", "phases"):
         with pytest.raises(HyperparameterError, match=trait):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)

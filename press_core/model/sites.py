@@ -109,6 +109,7 @@ class AttentionSite:
         rotary: the rotation of queries and keys; None: no rotation is known.
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         ranks: the tensor-parallel ranks that share the heads.
+        masks_one: whether a single token after a cache comes with a mask.
         query_source: the submodule output that holds the query, for hooks; None: there is none.
         refusals: by need (see `Press.site_needs`), why the module does not meet it.
     """
@@ -125,6 +126,7 @@ class AttentionSite:
     place: Place = field(default_factory=Place)
     head_order: tuple[int, ...] | None = None
     ranks: HeadGroup = field(default_factory=HeadGroup, repr=False)
+    masks_one: bool = True
     query_source: QuerySource | None = None
     refusals: Mapping[str, str] = field(default_factory=dict, repr=False)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, cdist
 from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
 from press_core.attention import mean_attention, received_attention, window_attention
@@ -153,14 +153,14 @@ class DropKV(WindowScorer):
     def score(self, call: AttentionCall) -> Tensor:
         before = call.length - self.window_size
         weights = window_attention(call, self.window_size)  # (B, H_kv, G, w, S)
-        values = upcast(call.values).unsqueeze(2)
-        outputs = weights @ values  # (B, H_kv, G, w, d)
-        weights, values = weights[..., :before], values[..., :before, :]
+        values = upcast(call.values)
+        outputs = weights @ values.unsqueeze(2)  # (B, H_kv, G, w, d)
+        weights, outputs = weights[..., :before], outputs.flatten(2, 3)
         odds = (weights / (1 - weights + self.epsilon)).square()
-        # ‖v - o‖² = ‖v‖² - 2 v·o + ‖o‖², which needs no tensor (w, S, d)
-        distances = values.square().sum(dim=-1).unsqueeze(-2) - 2 * outputs @ values.mT
-        distances = (distances + outputs.square().sum(dim=-1, keepdim=True)).clamp(min=0)
-        changes = (odds * distances).sum(dim=3).mean(dim=2)
+        # Not as ‖v‖² - 2 v·o + ‖o‖²: a query that sees little but v has o close to v.
+        exactly = "donot_use_mm_for_euclid_dist"
+        distances = cdist(outputs, values[:, :, :before], compute_mode=exactly).view_as(weights)
+        changes = (odds * distances.square()).sum(dim=3).mean(dim=2)
         return with_ends(self.pooled(changes), last=self.window_size)
 
 

@@ -194,8 +194,10 @@ def with_eviction_tried(
     readers = [x.site for x in facts.values() if not x.exemption or x.owner in indices]
     masked, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
     for name, found in facts.items():
-        on = _goes_on(found.site.rotary, masked[name].embeddings)
-        facts = {**facts, name: replace(found, goes_on=on)}
+        on, given = _goes_on(found.site.rotary, masked[name].embeddings), masked[name].arguments
+        masks_one = hidden_from.get(name, given.get("attention_mask")) is not None
+        site = replace(found.site, masks_one=masks_one)
+        facts = {**facts, name: replace(found, site=site, goes_on=on)}
     if len(hidden_from) < len(readers):  # some modules are called without running their hooks
         return facts
     try:
@@ -243,19 +245,20 @@ def _evicting_a_token(cache: Any, indices: set[int]) -> Any:
 
 def _again(
     model: nn.Module, module: nn.Module, cache: Any, sites: Sequence[AttentionSite] = ()
-) -> tuple[dict[str, watching.Seen], list[str]]:
+) -> tuple[dict[str, watching.Seen], dict[str, Any]]:
     """Run `module` with `cache`, with one token masked at `sites`.
 
     Returns:
-        What was observed, by module name; and the names of the sites where the mask was applied.
+        What was observed, by module name; and the mask that was replaced, by name of the site.
     """
-    hidden_from: list[str] = []
+    hidden_from: dict[str, Any] = {}
 
     def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
         if not current.is_apart:  # a forward of another thread
             return None
-        given = _masking_a_token(site, Arguments(args, kwargs, site.signature.parameters))
-        hidden_from.append(site.name)
+        given = Arguments(args, kwargs, site.signature.parameters)
+        hidden_from[site.name] = given.get("attention_mask")
+        given = _masking_a_token(site, given)
         return given.args, given.kwargs
 
     with ExitStack() as stack:

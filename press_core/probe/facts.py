@@ -217,7 +217,7 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
     given = seen.embeddings
     if given is None:
         takes = any(made.dim() == 3 for _, made, _ in watch.makers)
-        if "position_embeddings" in seen.parameters and takes:
+        if "position_embeddings" in seen.parameters and takes and _ignores_positions(seen, watch):
             return NoRotation(), ""  # other layers of the model rotate
         why = "rotates where the probe cannot see it" if takes else "has none"
         return None, f"{why}; SnapKVPress and KnormPress work on any model"
@@ -243,6 +243,15 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
         None,
         "does something after rotating its queries and keys that is not undone by rotating back",
     )
+
+
+def _ignores_positions(seen: Seen, watch: Watch) -> bool:
+    """Whether a module makes equal keys of equal tokens at different positions."""
+    states = seen.arguments.get("hidden_states")
+    if not isinstance(states, Tensor):
+        return False
+    keys = watch.again(seen, hidden_states=states[:, :1].expand_as(states)).key
+    return close(keys, keys[:, :, :1].expand_as(keys))
 
 
 def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotary | None:

@@ -151,6 +151,8 @@ class Watch:
     def _called(self, frame: FrameType, first: Any) -> None:
         code, seen = frame.f_code, self._by_module.get(id(first))
         if seen is not None and code.co_name == "forward":
+            if any(other is seen for _, other in self._running):  # `super().forward(...)`
+                return
             _note_arguments(seen, frame)
             self._running.append((frame, seen))
         elif seen is not None and code.co_argcount > 3:

@@ -95,7 +95,7 @@ def test_what_does_not_fit_the_call_is_refused():
     for kind, several in (
         (Eviction.of, (None, "kv", k, (k, v, v), longer, *pairs)),
         (Eviction.keep, (ALL[:, :1], ALL[..., :0], ALL.int(), [0, 1])),
-        (Eviction.keep, (ALL + 1, ALL - 1, ALL.repeat(1, 1, 2))),
+        (Eviction.keep, (ALL + 1, ALL - 1, ALL.repeat(1, 1, 2), ALL.flip(-1), ALL // 2)),
         (Eviction.keep_channels, (ALL[:, 0, :2], ALL[..., :2] + k.shape[-1] - 1, None)),
         (Eviction.keep_per_head, (ALL, ALL[..., 1:] > 0)),
     ):

@@ -12,6 +12,8 @@ from torch import Tensor
 from press_core import formulas
 from press_core.learned.kvzap import KVzap
 from press_core.learned.measured import QFilter
+from press_core.model.sites import Softmax
+from press_core.observed import Query
 from tests.press_core import slowly
 from tests.press_core.drawn import FITS, KV, SITES, Prepared, drawn_call
 
@@ -144,3 +146,12 @@ def test_against_the_slow_reference(formula):
             torch.testing.assert_close(of_head[judged], wanted, **formula.close)
         if protected:
             assert of_head[protected].min() > of_head[judged].max()
+
+
+def test_dropkv_of_queries_that_see_almost_one_key_alone():
+    """Their outputs are almost its value, so that their distance is small."""
+    call = drawn_call(LENGTH, site=replace(SITES["plain"](), softmax=Softmax(8.0)))
+    press, query = formulas.DropKV(0.5, 4, 1), Query(call.queries().float(), is_rotated=True)
+    rounded = call.replace(keys=call.keys.float(), values=call.values.float(), query=query)
+    found, wanted = press.score(rounded)[..., :-4], press.score(call)[..., :-4]
+    torch.testing.assert_close(found, wanted.float(), rtol=0.2, atol=1e-4)

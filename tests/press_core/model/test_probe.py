@@ -4,6 +4,7 @@ import copy
 import cProfile
 import pstats
 import time
+from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -292,3 +293,68 @@ class FromZero(transformers.LlamaForCausalLM):
     def forward(self, input_ids, **kwargs):
         kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
         return super().forward(input_ids, **kwargs)
+
+
+def test_an_attention_that_calls_the_one_it_inherits_from():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Inheriting
+    assert all(not site.refusals and site.num_heads == 4 for site in attention_sites(model))
+
+
+def test_an_attention_that_rotates_by_itself():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Rotating
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, NAME: None}), with_kwargs=True
+        )
+        layer.self_attn.rotary = copy.deepcopy(model.model.rotary_emb)
+    assert all("rope" in site.refusals for site in attention_sites(model))
+
+
+NAME = "position_embeddings"
+
+
+class Rotating(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        angles = self.rotary(hidden_states, kwargs["position_ids"])
+        return super().forward(hidden_states, angles, attention_mask, past_key_values, **kwargs)
+
+
+class Inheriting(transformers.models.llama.modeling_llama.LlamaAttention):
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+def test_a_model_that_masks_single_tokens_too(package, monkeypatch):
+    """Under sdpa, where those of transformers do not."""
+    modeling = transformers.models.llama.modeling_llama
+    always = partial(modeling.create_causal_mask, and_mask_function=lambda b, h, q, k: q >= k)
+    model, ids = families.build("llama", attn_implementation="sdpa"), torch.arange(5, 46)[None]
+    press = package.PyramidKVPress(0.5, 4, beta=4)
+    cache = filled(model, press, ids[:, :-1])
+    with torch.no_grad(), press(model):
+        expected = model(ids[:, -1:], past_key_values=cache).logits
+        monkeypatch.setattr(modeling, "create_causal_mask", always)
+    probe._known.clear()
+    cache = filled(model, press, ids[:, :-1])
+    with torch.no_grad(), press(model):
+        found = model(ids[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected)
