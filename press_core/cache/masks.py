@@ -25,6 +25,24 @@ def is_visible(mask: Tensor) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2
 
 
+def assert_whole(mask: Tensor, n: Any) -> None:
+    """Let a compiled forward fail if a 2-d mask hides any of its first `n` tokens.
+
+    Args:
+        n: a number, or a tensor.
+    """
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    whole = ((mask != 0) | (columns >= n)).all()
+    torch._assert_async(whole, "the attention_mask hides tokens that were pruned")
+
+
+def with_last_in_front(mask: Tensor, n: Tensor) -> Tensor:
+    """A 2-d mask with its last `n` columns in front; further ones repeat the last of them."""
+    columns, last = torch.arange(mask.shape[1], device=mask.device), mask.shape[1] - 1
+    n_removed = (mask.shape[1] - n.to(mask.device)).clamp(min=0)
+    return mask.index_select(1, (columns + n_removed).clamp(max=last))
+
+
 def for_full_attention(mask: Any) -> Any:
     """The mask for full attention, where `mask` is a dict of masks by layer type."""
     return mask.get("full_attention") if isinstance(mask, dict) else mask

@@ -10,11 +10,13 @@ from torch.nn.functional import pad
 
 from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.masks import (
+    assert_whole,
     columns_seen,
     for_full_attention,
     in_form,
     is_visible,
     visible_tokens,
+    with_last_in_front,
 )
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import MASKED, Masked
@@ -111,15 +113,18 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     if not rerotated:
         return given
     layer, n_columns = rerotated[0], forward.cache.get_seq_length() + forward.n_tokens
-    if torch.compiler.is_compiling() and layer.room is not None:
-        return given.replace(attention_mask=_moved_columns(mask, layer, n_columns))
+    if torch.compiler.is_compiling() and layer.room is not None:  # it is a value of a tensor
+        if not layer.kept.is_padded:
+            n_recent = n_columns - layer.kept.n_seen + layer.kept.shift
+            assert_whole(mask, mask.shape[1] - n_recent)
+        return given.replace(attention_mask=with_last_in_front(mask, n_columns))
     n_columns = int(n_columns)
     if mask.shape[1] <= n_columns:
         return given
     n_recent = layer.n_recent + forward.n_tokens
     context = mask[:, : mask.shape[1] - n_recent]
     if torch.compiler.is_compiling() and not layer.kept.is_padded:
-        torch._assert_async(context.all(), "the attention_mask hides tokens that were pruned")
+        assert_whole(mask, mask.shape[1] - n_recent)
     elif not layer.kept.is_padded and not bool(context.all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
@@ -127,20 +132,6 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
             "among the tokens after the pruning only"
         )
     return given.replace(attention_mask=mask[:, -n_columns:])
-
-
-def _moved_columns(mask: Tensor, layer: PrunedLayer, n_columns: Tensor) -> Tensor:
-    """The last `n_columns` of a mask in front; further ones are for slots that are still empty.
-
-    For compiled forwards over a buffer, in which the number of columns is a value of a tensor.
-    """
-    columns, width = torch.arange(mask.shape[1], device=mask.device), mask.shape[1]
-    n_removed = (width - n_columns.to(mask.device)).clamp(min=0)
-    if not layer.kept.is_padded:
-        ends = width - n_columns + layer.kept.n_seen - layer.kept.shift
-        whole = (mask != 0) | (columns >= ends)
-        torch._assert_async(whole.all(), "the attention_mask hides tokens that were pruned")
-    return mask.index_select(1, (columns + n_removed).clamp(max=width - 1))
 
 
 def hidden_context(forward: Forward) -> Tensor | None:

@@ -33,12 +33,14 @@ class Signature:
         cache_name: the name of the cache parameter.
         interface: the registry that it gets its attention function from, or None.
         hands_on: whether it passes its keyword arguments on to that function.
+        masks_one: whether a single token behind a cache comes with a mask.
     """
 
     parameters: tuple[str, ...]
     cache_name: str
     interface: Any = field(default=None, repr=False)
     hands_on: bool = False
+    masks_one: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,6 @@ class AttentionSite:
         rotary: the rotation of queries and keys; None: no rotation is known.
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         ranks: the tensor-parallel ranks that share the heads.
-        masks_one: whether a single token after a cache comes with a mask.
         query_source: the submodule output that holds the query, for hooks; None: there is none.
         refusals: by need (see `Press.site_needs`), why the module does not meet it.
     """
@@ -126,7 +127,6 @@ class AttentionSite:
     place: Place = field(default_factory=Place)
     head_order: tuple[int, ...] | None = None
     ranks: HeadGroup = field(default_factory=HeadGroup, repr=False)
-    masks_one: bool = True
     query_source: QuerySource | None = None
     refusals: Mapping[str, str] = field(default_factory=dict, repr=False)
 

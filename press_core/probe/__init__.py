@@ -196,7 +196,8 @@ def with_eviction_tried(
     for name, found in facts.items():
         on, given = _goes_on(found.site.rotary, masked[name].embeddings), masked[name].arguments
         masks_one = hidden_from.get(name, given.get("attention_mask")) is not None
-        site = replace(found.site, masks_one=masks_one)
+        signature = replace(found.site.signature, masks_one=masks_one)
+        site = replace(found.site, signature=signature)
         facts = {**facts, name: replace(found, site=site, goes_on=on)}
     if len(hidden_from) < len(readers):  # some modules are called without running their hooks
         return facts

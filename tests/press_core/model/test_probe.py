@@ -296,51 +296,26 @@ class FromZero(transformers.LlamaForCausalLM):
 
 
 def test_an_attention_that_calls_the_one_it_inherits_from():
+    """First it rotates by what it is given, then by itself, which looks like no rotation."""
     model = tiny("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = Inheriting
     assert all(not site.refusals and site.num_heads == 4 for site in attention_sites(model))
-
-
-def test_an_attention_that_rotates_by_itself():
-    model = tiny("llama")
     for layer in model.model.layers:
-        layer.self_attn.__class__ = Rotating
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, NAME: None}), with_kwargs=True
-        )
         layer.self_attn.rotary = copy.deepcopy(model.model.rotary_emb)
+        layer.register_forward_pre_hook(
+            lambda _, args, given: (args, {**given, "position_embeddings": None}), with_kwargs=True
+        )
     assert all("rope" in site.refusals for site in attention_sites(model))
 
 
-NAME = "position_embeddings"
-
-
-class Rotating(transformers.models.llama.modeling_llama.LlamaAttention):
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        past_key_values=None,
-        **kwargs,
-    ):
-        angles = self.rotary(hidden_states, kwargs["position_ids"])
-        return super().forward(hidden_states, angles, attention_mask, past_key_values, **kwargs)
-
-
 class Inheriting(transformers.models.llama.modeling_llama.LlamaAttention):
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        past_key_values=None,
-        **kwargs,
-    ):
-        return super().forward(
-            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
+    rotary = None
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **given):
+        rotate = self.rotary or (lambda *_: position_embeddings)
+        angles = rotate(hidden_states, given["position_ids"])
+        return super().forward(hidden_states, angles, attention_mask, **given)
 
 
 def test_a_model_that_masks_single_tokens_too(package, monkeypatch):
