@@ -71,7 +71,7 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
     """
     is_compiling = torch.compiler.is_compiling()
     outer, sites, thread = current.forward, scope.sites, scope.traits.thread
-    if outer is not None and scope in outer.entered:
+    if outer is not None and scope in outer.entered and not outer.runs:
         outer.fail()  # an interrupt has ended it
     if current.is_apart or not scope.is_open or not sites:  # another thread may have closed it
         return None
@@ -188,9 +188,9 @@ def _lasting_frame() -> FrameType | None:
 
 
 def _joined(scope: ScopeState, given: Arguments) -> Forward:
-    """The forward that an outer scope has just entered, or a new one."""
+    """The forward that an outer scope has just entered, or a new one, maybe inside of another."""
     forward = current.forward
-    if forward is None or forward.decoder is not scope.decoder:
+    if forward is None or forward.decoder is not scope.decoder or scope in forward.entered:
         return Forward(scope.decoder, given, outer=forward)
     forward.given = given
     return forward

@@ -99,7 +99,7 @@ class Forward:
         entered: scopes that were open when it began, the outermost first.
         acting: those of them that act around its attention modules.
         progress: state of each scope in this forward.
-        outer: the forward of another decoder in which this one runs.
+        outer: the forward of this or another decoder in which this one runs.
         notes: values computed once for all layers: masks, positions, notes of a press.
         helps: whether it reads layers that need their own masks or positions.
         at_failure: callbacks for when an exception ends it.

@@ -379,3 +379,22 @@ def test_closing_around_a_forward_that_fails(package, where, error, model):
     with pytest.raises(ScopeError, match="exception"):
         prefilled(model, token_ids(1, 1), cache)
     assert lengths_of(prefilled(model)) == WHOLE
+
+
+@pytest.mark.parametrize("name", ["SnapKVPress", "DecodingPress", "ComposedPress"])
+@both
+def test_a_forward_inside_of_another_one_of_its_model(package, name, model):
+    """As a hook that asks the model itself: both keep what each keeps alone."""
+    press, own = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
+    ids, other = token_ids(1, LENGTH), token_ids(1, LENGTH // 2)
+    expected = [lengths_of(filled(model, press, each)) for each in (ids, other)]
+    found = []
+
+    def ask(*_):
+        theirs.remove()
+        found.append(lengths_of(prefilled(model, other)))
+
+    theirs = model.model.embed_tokens.register_forward_hook(ask)
+    with press(model):
+        prefilled(model, ids, own)
+    assert [lengths_of(own), *found] == expected

@@ -15,7 +15,17 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
-from tests.support import both, build, example_for, filled, held, left_padded, snapshot, token_ids
+from tests.support import (
+    both,
+    build,
+    example_for,
+    filled,
+    held,
+    in_turn,
+    left_padded,
+    snapshot,
+    token_ids,
+)
 
 LENGTH = 40
 MODES = torch.no_grad, torch.inference_mode, torch.enable_grad
@@ -118,6 +128,15 @@ def test_gradient_checkpointing_is_refused_by_name(package):
     model.gradient_checkpointing_enable()
     with pytest.raises(UnsupportedModelError, match=r"checkpointing.*model\.eval\(\)"):
         kvgrad(package).register(model)
+
+
+@in_turn("name", ["KVComposePress", "KVzipPress", "RestoreKVPress"])
+def test_a_cache_that_gradient_checkpointing_leaves_empty_is_not_replayed(package, name):
+    model, cache = build("llama").train(), DynamicCache()
+    model.gradient_checkpointing_enable()
+    with example_for(package, name, 0.5, model)(model):
+        model(token_ids(1, LENGTH), past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 @both

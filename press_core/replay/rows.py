@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import check_rows, known, row_alone
+from press_core.cache.caches import check_rows, is_empty, known, row_alone
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
@@ -165,7 +165,7 @@ class ReplayPress(RatioPress, InstalledPress):
             UnsupportedCacheError: if a layer is not a DynamicLayer.
         """
         cache = cache_after(forward, output)
-        if cache is None or self.compression_ratio == 0:
+        if is_empty(cache, scope.sites[0].layer_idx) or self.compression_ratio == 0:
             return
         self._require_plain(scope, cache)
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
