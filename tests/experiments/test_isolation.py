@@ -1,7 +1,10 @@
 """Bystanders that are changed are found changed, and those of hooks and patches are not."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 
 from experiments.audit import differences, snapshot
 from experiments.framework.command import progress_bar
@@ -20,6 +23,8 @@ from experiments.questions.isolation import (
 )
 from experiments.testbed.compare import Response
 from tests.support import build
+
+REACHES = yaml.safe_load(Path(__file__).with_name("reaches.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +88,7 @@ def test_hooks_and_patches_reach_nobody(name, table):
     assert set(own) == {UNTOUCHED}, own
 
 
-@pytest.mark.parametrize(
-    ("name", "situation", "expected"),
-    [
-        ("plain hook", "a deep copy made inside", FOR_GOOD),
-        ("plain instance patch", "two scopes, the outer closed first", FOR_GOOD),
-        ("attention interface", "an instance with the same config", RECOVERS),
-        ("attention interface", "a deep copy made inside", ERROR),
-        ("registry patch", "an instance in another thread", RECOVERS),
-        ("class patch", "instances of the class", RECOVERS),
-        ("class patch", "instances of other classes", UNTOUCHED),
-        ("class patch", "one press on two models", RECOVERS),
-        ("permanent class patch", "the model, after", FOR_GOOD),
-        ("permanent class patch", "instances of the class", FOR_GOOD),
-    ],
-)
+@pytest.mark.parametrize(("name", "situation", "expected"), REACHES)
 def test_what_reaches_whom(name, situation, expected):
     row = EXPERIMENT.try_out(name, situation)
     assert row["outcome"] == expected, row

@@ -16,6 +16,8 @@ from press_core import kept_lengths
 from tests.experiments.asked import PRESSES, facts, uneven
 from tests.support import both, in_turn, snapshot
 
+BAD_INPUT = yaml.safe_load(Path(__file__).with_name("bad_pipeline_input.yaml").read_text())
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -220,19 +222,7 @@ def test_the_pipeline_answers_as_the_class_does(answerer, pipe, package):
         assert same[0] == {"answer": expected[0][0]}
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "words"),
-    [
-        ("river alice tea", {"questions": []}, r"questions is \[\]"),
-        ("river alice tea", {"question": "? a", "questions": ["? a"]}, "give one of the two"),
-        ([], {"question": "? a"}, r"contexts is \[\]"),
-        ([], {}, r"contexts is \[\]"),
-        (None, {"question": "? a"}, "contexts is None"),
-        ({"context": "river", "question": "? a"}, {}, "'question'.*'questions'"),
-        ({"questions": ["? a"]}, {}, "'context'"),
-        ([{"context": "river", "questions": ["? a"]}], {"question": "? b"}, "both"),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "options", "words"), BAD_INPUT)
 def test_the_pipeline_refuses_bad_input(pipe, inputs, options, words):
     with pytest.raises(UserError, match=words):
         pipe(inputs, **options)

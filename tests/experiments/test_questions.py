@@ -44,19 +44,7 @@ SMALL = {
     "trace": "--model llama",
 }
 WRONG = yaml.safe_load(Path(__file__).with_name("wrong_commands.yaml").read_text())
-RUNS = [
-    ("equivalence", "--model TINY --dtype bfloat16 --length 20 --press TOVA", 1),
-    ("error", "--press snapkv,knorm --ratio 0.8", 34),
-    ("streaming", "--tokens 495 --capacity 31 --n-sink 2 --full 200", 36),
-    ("quality", "--press Knorm --ratio 0.5", 8),
-    ("isolation", "--mechanism patches", 11),
-    ("coexistence", "--mechanism hooks --companion torch.func.functional_call", 3),
-    ("overhead", "--press adakv,KVzipPress", 6),
-    ("headwise", "--contexts 64 --part decoding --part budgets", 33),
-    ("throughput", "--press knorm,StreamingLLM --batch 1 --batch 2 --ratio 0.5 --no-memory", 20),
-    ("throughput", "--part first-token --press snapkv,expectedattention,cam", 4),
-    ("trace", "--press knorm --length 12 --decode 0", 22),
-]
+RUNS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
 
 
 @pytest.mark.parametrize(("name", "options", "rows"), RUNS)

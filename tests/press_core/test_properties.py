@@ -1,11 +1,12 @@
 """What holds for the formulas of all presses, and for some of them alone."""
 
-import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from press_core.select import top_positions
 from tests.press_core.drawn import BATCH, DIM, FITS, GROUP, KV, KV_HEADS, Prepared, drawn_call, site
 
 LENGTH = 23
+OUT_OF_RANGE = yaml.safe_load(Path(__file__).with_name("out_of_range.yaml").read_text())
 PRESSES = {
     "random": (formulas.Random(0.5, seed=0), None),
     "knorm": (formulas.Knorm(0.5), None),
@@ -107,35 +109,7 @@ def test_scores_of_single_tokens_follow_the_keys_that_are_left(name):
     torch.testing.assert_close(left, scores_of(name, call).gather(-1, positions))
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("SnapKV", {"kernel_size": -1}),
-        ("LeverageScore", {"sketch_dimension": 0}),
-        ("NonCausalAttn", {"chunk_size": 0}),
-        ("Compactor", {"sink_size_start": -1}),
-        ("Compactor", {"sink_size_end": -1}),
-        ("Compactor", {"chunk_size": 0}),
-        ("Compactor", {"sketch_dimension": 0}),
-        ("Compactor", {"blending": -0.5}),
-        ("Compactor", {"blending": math.nan}),
-        ("CUR", {"num_sinks": -1}),
-        ("CUR", {"local_window_size": 0}),
-        ("CUR", {"leverage_type": "both"}),
-        ("KVCompose", {"agg_task": "median"}),
-        ("KVCompose", {"agg_group": "median"}),
-        ("KVCompose", {"agg_head": "median"}),
-        ("FastKVzip", {"n_sink": -1}),
-        ("FastKVzip", {"window_size": -1}),
-        ("FastKVzip", {"window_ratio": 1.1}),
-        ("FastKVzip", {"gates": 3}),
-        ("QFilter", {"filters": 3}),
-        ("ExpectedAttentionStats", {"stats": 3}),
-        ("ExpectedAttentionStats", {"stats": "somewhere", "stats_folder": "elsewhere"}),
-        ("KVzap", {"regressor": 3}),
-        ("KVzap", {"model_type": "cubic"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields"), OUT_OF_RANGE)
 def test_a_field_out_of_range_is_named_with_its_value(name, fields):
     (field, value), *_ = reversed(fields.items())
     with pytest.raises(HyperparameterError, match=rf"{name}Press\({field}={value!r}"):
