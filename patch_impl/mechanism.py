@@ -77,7 +77,7 @@ class BasePress(InstalledPress):
             yield wrap(other.site.module, "forward", partial(_beside, other))
 
     def refuse_missed(self, scope: ScopeState) -> None:
-        if len(scope.tally.missed) == len(scope.sites):  # all layers are whole: closing warns
+        if len(scope.tally.missed) == scope.tally.n_sites:  # all layers are whole: closing warns
             return
         lost = _lost(scope)
         raise ScopeError(f"{type(self).__name__} prunes some layers and no longer others{lost}")
