@@ -165,8 +165,11 @@ class Eviction:
     def evicts(self) -> Evicts:
         """What a press has to declare to return it."""
         per_head = self.head_mask is not None or self.late_mask is not None
-        kinds = {Evicts.PER_HEAD: per_head, Evicts.CHANNELS: self.channels is not None}
-        kinds[Evicts.TOKENS] = self.length < self.call.length
+        kinds = {
+            Evicts.TOKENS: self.length < self.call.length,
+            Evicts.PER_HEAD: per_head,
+            Evicts.CHANNELS: self.channels is not None,
+        }
         return max([kind for kind, is_set in kinds.items() if is_set] or [Evicts.NOTHING])
 
     @property

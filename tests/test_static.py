@@ -135,6 +135,7 @@ def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(pac
         ("queries", False, True),
         ("heads", True, False),
         ("layers", False, False),
+        ("rerotated", True, False),
         ("rerotated", True, True),
         ("rerotated", False, True),
     ],

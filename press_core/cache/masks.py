@@ -36,11 +36,10 @@ def assert_whole(mask: Tensor, n: Any) -> None:
     torch._assert_async(whole, "the attention_mask hides tokens that were pruned")
 
 
-def with_last_in_front(mask: Tensor, n: Tensor) -> Tensor:
-    """A 2-d mask with its last `n` columns in front; further ones repeat the last of them."""
+def without_first(mask: Tensor, n: Tensor) -> Tensor:
+    """A 2-d mask without its first `n` columns, as wide as before: the last one is repeated."""
     columns, last = torch.arange(mask.shape[1], device=mask.device), mask.shape[1] - 1
-    n_removed = (mask.shape[1] - n.to(mask.device)).clamp(min=0)
-    return mask.index_select(1, (columns + n_removed).clamp(max=last))
+    return mask.index_select(1, (columns + n.clamp(min=0).to(mask.device)).clamp(max=last))
 
 
 def for_full_attention(mask: Any) -> Any:

@@ -16,7 +16,7 @@ from press_core.cache.masks import (
     in_form,
     is_visible,
     visible_tokens,
-    with_last_in_front,
+    without_first,
 )
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import MASKED, Masked
@@ -112,26 +112,24 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     rerotated = [layer for layer in layers if layer.kept.shift]
     if not rerotated:
         return given
-    layer, n_columns = rerotated[0], forward.cache.get_seq_length() + forward.n_tokens
-    if torch.compiler.is_compiling() and layer.room is not None:  # it is a value of a tensor
+    layer, n_before = rerotated[0], mask.shape[1] - forward.n_tokens
+    n_removed, n_context = n_before - forward.cache.get_seq_length(), n_before - layer.n_counted
+    if torch.compiler.is_compiling() and layer.room is not None:  # both are values of tensors
         if not layer.kept.is_padded:
-            n_recent = n_columns - layer.kept.n_seen + layer.kept.shift
-            assert_whole(mask, mask.shape[1] - n_recent)
-        return given.replace(attention_mask=with_last_in_front(mask, n_columns))
-    n_columns = int(n_columns)
-    if mask.shape[1] <= n_columns:
+            assert_whole(mask, n_context * (n_removed > 0))
+        return given.replace(attention_mask=without_first(mask, n_removed))
+    n_removed = int(n_removed)
+    if n_removed <= 0:
         return given
-    n_recent = layer.n_recent + forward.n_tokens
-    context = mask[:, : mask.shape[1] - n_recent]
     if torch.compiler.is_compiling() and not layer.kept.is_padded:
-        assert_whole(mask, mask.shape[1] - n_recent)
-    elif not layer.kept.is_padded and not bool(context.all()):
+        assert_whole(mask, n_context)
+    elif not layer.kept.is_padded and not bool(mask[:, :n_context].all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
             "which had no padding, and it is not known which keys they became; let it hide padding "
             "among the tokens after the pruning only"
         )
-    return given.replace(attention_mask=mask[:, -n_columns:])
+    return given.replace(attention_mask=mask[:, n_removed:])
 
 
 def hidden_context(forward: Forward) -> Tensor | None:

@@ -48,10 +48,8 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
         needs |= ReadingNeeds.MASK
     if layer.columns(1) != columns_of(first, 1) or not fill_alike(layer, as_pruned(first)):
         # Only these implementations of transformers take no mask for a single token.
-        unmasked = (
-            site.attn_implementation.startswith(("sdpa", "flash")) and not site.signature.masks_one
-        )
-        unmasked = unmasked and layer.room is None
+        unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
+        unmasked = unmasked and not site.signature.masks_one and layer.room is None
         needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
     if layer.is_rerotated:
         keeps_count = layer.kept.is_padded or site.place.keeps_count
