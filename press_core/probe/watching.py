@@ -252,7 +252,7 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
     positions from token indices (`rope_deltas`). The model is in evaluation mode. Open scopes take
     no part in forwards of this thread; hooks of others run.
     """
-    saved = [(m, dict(vars(m)), _copies(m._buffers)) for m in model.modules()]
+    saved = [(m, _values_of(m), _copies(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
     with one_at_a_time, current.apart(), rng, _eagerly():
@@ -269,6 +269,11 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
                     module._buffers[name] = buffer
                     if before is not None and not torch.equal(buffer, before):
                         buffer.copy_(before)
+
+
+def _values_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, without functions: other threads may put patches on it."""
+    return {name: x for name, x in vars(module).copy().items() if not callable(x)}
 
 
 def _copies(buffers: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor | None]]:

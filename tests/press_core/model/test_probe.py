@@ -3,6 +3,7 @@
 import copy
 import cProfile
 import pstats
+import threading
 import time
 from functools import partial
 from operator import attrgetter
@@ -146,6 +147,25 @@ def test_a_probe_undoes_what_hooks_of_others_do():
     layer.register_forward_hook(counting)
     attention_sites(model)
     assert not layer.count.any()
+
+
+@pytest.mark.parametrize("package", [hooks_impl, patch_impl])
+def test_a_probe_leaves_what_other_threads_patch_meanwhile(package):
+    """A decode step of another thread takes them off its layers, and a prefill puts them back."""
+    model, ids = tiny("llama"), torch.arange(40)[None]
+
+    def off_and_on():
+        filled(model, None, ids[:, :1], filled(model, None, ids))
+        filled(model, None, ids)
+
+    with package.KnormPress(0.5)(model):
+        with probe.watching.as_if_nothing_happened(model):
+            thread = threading.Thread(target=off_and_on)
+            thread.start()
+            thread.join()
+        assert all(
+            bool((lengths == 20).all()) for lengths in kept_lengths(filled(model, None, ids))
+        )
 
 
 def test_a_profiler_goes_on_behind_a_probe():
