@@ -147,7 +147,8 @@ def _decoding_step(
     """The call over a layer while decoding; None if no pruning is due: states are buffered."""
     running.require_causal(scope, passed)
     traits, progress = scope.traits, passed.forward.progress[scope]
-    due = press.is_due(progress.n_steps, passed.hidden_states.shape[1])
+    n_new = passed.hidden_states.shape[1]
+    due = press.is_due(progress.n_steps, n_new)
     memory = layer.memories.get(scope.key, Memory())
     if due or traits.remembers:
         occupied = passed.occupied(layer)
@@ -171,7 +172,8 @@ def _decoding_step(
     if not due:
         return None
     if traits.buffered_tokens:
-        call = with_steps(call, memory, traits.buffered_tokens)
+        # A small buffer hides no token of this forward: without a buffer, all of them are seen.
+        call = with_steps(call, memory, max(traits.buffered_tokens, n_new))
     last = None if passed.position_ids is None else passed.position_ids[:, -1]
     rotary = rotary_positions(layer, passed.site, occupied, last)
     return call.replace(at=replace(call.at, rotary=rotary)), occupied

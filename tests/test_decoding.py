@@ -113,6 +113,7 @@ STEPS = {
     "the last three": ((4, 25, 3), [30] + [1] * 9),
     "each step": ((1, 30, 1), [30, 1, 1, 1, 1]),
     "questions": ((2, 24, 4), [30, 7, 1, 3, 3]),
+    "questions longer than the buffer": ((2, 24, 1), [30, 1, 7, 1, 3]),
     "a short context": ((8, 27, 256), [25] + [1] * 16),
 }
 

@@ -57,7 +57,8 @@ class LUKV(Around, BudgetPress, LearnedPress):
             `ExpectedAttentionPress(epsilon=2e-2)`.
         compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), rounded to
             per cents; or the `Tokens` that a head keeps on average, which is met exactly.
-        sink, window: number of first and of last tokens that each head keeps before any others.
+        sink, window: number of first and of last tokens that each head keeps before any others; the
+            first of these, if its budget is smaller.
         curves: the curves of the model and `press` (see `fit`), their file, folder or hub id. None:
             the file `lukv_curves.safetensors` beside the model.
     """

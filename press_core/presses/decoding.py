@@ -164,8 +164,8 @@ class EveryTurn(Around, BudgetPress):
         press: scores tokens (a ScorerPress or CriticalKVPress), and can score them again in later
             forwards; its own ratio is not used.
         target_size: most tokens that each KV head keeps after a turn.
-        hidden_states_buffer_size: number of the last tokens before a turn whose hidden states and
-            queries are buffered for `press`.
+        hidden_states_buffer_size: number of the last tokens since the previous turn whose hidden
+            states and queries are buffered for `press`, which sees those of the turn in any case.
     """
 
     press: Press = limited(MISSING, *SCORER_AGAIN)

@@ -26,9 +26,9 @@ class Finch(RatioPress):
     """Keeps the keys that the question after a delimiter token attends to (FINCH, TACL 2024).
 
     The prompt is context, delimiter, question. The score is the mean attention of the question's
-    queries, averaged over the GQA group; the question is always kept. The delimiter is removed
-    before the decoder runs, so the model's vocabulary and embeddings need not contain it. Paper:
-    Corallo and Papotti, https://doi.org/10.1162/tacl_a_00716.
+    queries, averaged over the GQA group; the question's own tokens rank above all others. The
+    delimiter is removed before the decoder runs, so the model's vocabulary and embeddings need not
+    contain it. Paper: Corallo and Papotti, https://doi.org/10.1162/tacl_a_00716.
 
     Attributes:
         compression_ratio: share of the tokens that each KV head evicts, in [0, 1), or the `Tokens`

@@ -346,7 +346,7 @@ class Cap(RatioScorer):
     Attributes:
         tau: sharpness of the weights: factor of the cosine similarity of key and anchor.
         n_future_positions: number of next positions that the rotation is averaged over.
-        n_sink: number of first tokens (attention sinks), always kept and left out of the anchor.
+        n_sink: number of first tokens (attention sinks), always kept and left out of `a` and `A`.
         epsilon: added to the weights in `A`; 0 or more.
     """
 

@@ -109,7 +109,8 @@ class CriticalKV(Critical, TokenScorer):
 class CriticalAdaKV(Critical, AdaKV):
     """Keeps as many tokens per head as AdaKV, chosen in CriticalKV's two stages.
 
-    Papers: arXiv 2407.11550 (AdaKV) and 2502.03805 (CriticalKV).
+    Tokens that AdaKV's safeguard keeps in a head are kept before either stage. Papers: arXiv
+    2407.11550 (AdaKV) and 2502.03805 (CriticalKV).
 
     Attributes:
         press: scores tokens (a ScorerPress or CriticalKVPress); its ratio sets the budget.
@@ -329,7 +330,7 @@ class CAM(Accumulating, Decoding):
             evicted: `(B, H_kv, m)` int64, indices of the tokens to merge.
         """
         call, received = kept.call, kept.call.memory[RECEIVED]
-        shares = shares_of_next(kept.known_kept, evicted, self.merge_budget).to(received.dtype)
+        shares = shares_of_next(kept.known_kept, evicted, self.merge_budget, received.dtype)
         of_next = (shares @ received.gather(-1, kept.known_kept).unsqueeze(-1)).squeeze(-1)
         of_evicted = received.gather(-1, evicted)
         probabilities = of_evicted / of_next.clamp(min=torch.finfo(received.dtype).tiny)
@@ -347,7 +348,7 @@ def uniform(shape: torch.Size, seed: int | None, layer_idx: int, forward: int) -
     return torch.rand(shape, generator=generator)
 
 
-def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int) -> Tensor:
+def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int, dtype: torch.dtype) -> Tensor:
     """Share of each evicted token that each kept one gets: equal over the next `n_next` kept ones.
 
     Args:
@@ -361,4 +362,4 @@ def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int) -> Tensor:
     before = (kept.unsqueeze(2) < evicted.unsqueeze(3)).sum(dim=-1, keepdim=True)
     index = torch.arange(kept.shape[-1], device=kept.device)
     receives = (index >= before) & (index < before + n_next)
-    return receives / receives.sum(dim=-1, keepdim=True).clamp(min=1)
+    return receives.to(dtype) / receives.sum(dim=-1, keepdim=True).clamp(min=1)
