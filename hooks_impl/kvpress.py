@@ -42,8 +42,7 @@ Whether a press fits a model is checked when it is opened, which raises if it do
 def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
     """Whether a forward of `q_len` tokens at `cache_position` `(q_len,)` found an empty cache.
 
-    For presses that use it in their own `forward_hook`. `transformers` passes `cache_position` to
-    attention modules up to 5.2.
+    For presses that use it in their own `forward_hook`, which gets `kwargs["cache_position"]`.
     """
     return bool(cache_position[-1] < q_len)
 
@@ -117,6 +116,10 @@ class KvpressCompatible(Press):
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
         kwargs = {**passed.given.kwargs, FORWARD: (scope, passed)}
+        if passed.cache is not None:  # releases of transformers after 5.2 no longer pass it
+            states, end = passed.hidden_states, passed.cache.get_seq_length(passed.site.layer_idx)
+            own = torch.arange(end - states.shape[1], end, device=states.device)
+            kwargs.setdefault("cache_position", own)
         return self.forward_hook(view_of(passed.site), passed.given.args, kwargs, passed.output)
 
 

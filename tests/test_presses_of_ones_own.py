@@ -23,13 +23,14 @@ from tests.support import both, build, example_for, filled, token_ids
 def lengths(press, model=None, n=40):
     """How many of `n` tokens each head keeps, by layer."""
     model = build("llama") if model is None else model
-    cache = filled(model, press, token_ids(1, n))
+    cache = filled(model, press, token_ids(2, n))
     return [layer[0].tolist() for layer in kept_lengths(cache)]
 
 
 # ---- wrappers ------------------------------------------------------------------------------------
 
 READ_QUERIES = ("ExpectedAttentionPress", "SnapKVPress")
+CONSTANT = ("RandomPress", "StreamingLLMPress")
 LEARNED = ("KVzapPress", "QFilterPress", "ExpectedAttentionStatsPress")
 
 
@@ -38,7 +39,7 @@ def wrapper(package, inner, in_field):
 
     class Around(package.ScorerPress):
         def score(self, *given):
-            return inner.score(*given)
+            return inner.score(*given).add_(1)  # what it gets is its own
 
     press = Around(0.5)
     if in_field:
@@ -48,7 +49,7 @@ def wrapper(package, inner, in_field):
 
 @both
 @pytest.mark.parametrize("in_field", [True, False])
-@pytest.mark.parametrize("name", [*READ_QUERIES, *LEARNED])
+@pytest.mark.parametrize("name", [*READ_QUERIES, *CONSTANT, *LEARNED])
 def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
     inner = example_for(package, name, 0.5, build("llama"))
     if name in READ_QUERIES and not in_field:
@@ -76,6 +77,7 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
             self.presses = list(presses)
 
         def forward_hook(self, module, input, kwargs, output):
+            assert hooks_impl.is_prefilling(kwargs["cache_position"], 40)
             for press in self.presses:
                 output = press.forward_hook(module, input, kwargs, output)
             return output

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from transformers import Cache
+
 from experiments import UserError
 from press_core.scope import InstalledPress
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """Default arguments of `generate`, which override the model's own `generation_config`."""
+
+OWN = {"attention_mask", "input_ids", "inputs", "inputs_embeds", "past_key_values", "position_ids"}
+"""Arguments of `generate` that say what it reads."""
 
 
 class Prompt(NamedTuple):
@@ -49,11 +54,13 @@ def texts_of(what: str, given: Any) -> list[str]:
 
 def generation_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `generate`: greedy and at most 50 tokens, unless something else is given."""
+    for name in OWN & given.keys():
+        raise UserError(f"{name} is made here, of the texts; give an empty cache as cache=")
     config = given.get("generation_config")
     wanted = given.get("max_new_tokens", getattr(config, "max_new_tokens", None) or 50)
     check_limit("max_new_tokens", wanted, 1)
-    greedy = config is None and not given.get("do_sample")
-    return {**(GREEDY if greedy else {}), **given, "max_new_tokens": wanted}
+    default = {} if config is not None or given.get("do_sample") else GREEDY
+    return {**default, **given, "max_new_tokens": wanted}
 
 
 def chosen(name: str, options: Mapping[str, Any], default: Any) -> Any:
@@ -100,7 +107,9 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
     return [texts_of("questions", each) for each in per_context]
 
 
-def check_press(press: Any) -> None:
-    """Raise if `press` is neither a press nor None."""
+def check_given(press: Any, cache: Any) -> None:
+    """Raise if `press` is neither a press nor None, or `cache` neither an empty cache nor None."""
     if press is not None and not isinstance(press, InstalledPress):
         raise UserError(f"press is {press!r:.60}; give a press of hooks_impl or patch_impl")
+    if cache is not None and (not isinstance(cache, Cache) or cache.get_seq_length()):
+        raise UserError(f"cache is {cache!r:.60}; give an empty one, such as DynamicCache()")

@@ -48,7 +48,7 @@ class Random(RatioScorer):
         batch, n_kv, length, _ = call.keys.shape
         generator = layer_generator(self.seed, call.site.layer_idx)
         scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32)
-        return scores.to(call.keys.device).expand(batch, -1, -1)
+        return scores.to(call.keys.device).repeat(batch, 1, 1)  # callers may write to them
 
 
 _LAYERS = 2**16
@@ -89,7 +89,7 @@ class StreamingLLM(RatioScorer):
         """1 for the sinks and the most recent tokens within the budget, 0 for those between."""
         n_sinks = min(self.n_sink, self.budget(call))
         kept = leading(call.keys, n_sinks) | trailing(call.keys, self.budget(call) - n_sinks)
-        return kept.float().expand(call.keys.shape[:3])
+        return kept.float().repeat(*call.keys.shape[:2], 1)
 
 
 @dataclass

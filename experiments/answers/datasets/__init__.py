@@ -90,8 +90,8 @@ def _parse(text: str) -> tuple[str, str | None, int | None]:
     found = _NAME.fullmatch(text)
     if found is None or found[1] not in SOURCES:
         raise UserError(
-            f"there is no dataset {text!r}; write NAME or NAME/TASK, or add @LENGTH, where NAME "
-            f"is one of {', '.join(SOURCES)}"
+            f"there is no dataset {text!r}; write NAME or NAME/TASK, or add @LENGTH, from 1, where "
+            f"NAME is one of {', '.join(SOURCES)}"
         )
     return found[1], found[2], int(found[3]) if found[3] else None
 
