@@ -174,15 +174,10 @@ def around_decoder(
     given = Arguments(args, kwargs, names)
     forward = joined_forward(scope, given)
     if forward is None:
-        output = call_next(*args, **kwargs)
-    elif runs_eagerly(scope, given):
+        return call_next(*args, **kwargs)
+    if runs_eagerly(scope, given):
         return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
-    else:
-        output = _within(scope, forward, call_next)
-    if scope.tally.missed:  # in this forward, or noted late by an outer scope
-        press: Any = scope.press
-        press.refuse_missed(scope)
-    return output
+    return _within(scope, forward, call_next)
 
 
 def _within(scope: ScopeState, forward: Forward, call_next: Any) -> Any:

@@ -207,6 +207,6 @@ def _bypassed(scope: ScopeState) -> str | None:
         return None
     return (
         f", layers {sorted(scope.tally.missed)}: nothing was pruned there, as their attention ran "
-        "without calling its hooks; a module that calls `attention.forward(...)` instead of "
-        "`attention(...)` bypasses them: use the press of the same name from patch_impl"
+        "without calling its hooks; if modules were replaced, open the scope after that; if they "
+        "are called as `attention.forward(...)`, use the press of the same name from patch_impl"
     )

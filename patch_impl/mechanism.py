@@ -76,12 +76,6 @@ class BasePress(InstalledPress):
         for other in scope.bystanders:
             yield wrap(other.site.module, "forward", partial(_beside, other))
 
-    def refuse_missed(self, scope: ScopeState) -> None:
-        if len(scope.tally.missed) == scope.tally.n_sites:  # all layers are whole: closing warns
-            return
-        lost = _lost(scope)
-        raise ScopeError(f"{type(self).__name__} prunes some layers and no longer others{lost}")
-
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             output = call_next(*args, **kwargs)

@@ -156,11 +156,9 @@ def causal_weights(
     """
     n_rows, length = queries.shape[3], keys.shape[2]
     logits = scratch.of(*queries.shape[:4], length)
-    left, right = queries.flatten(2, 3).flatten(0, 1), keys.flatten(0, 1).mT
-    if left.dtype == logits.dtype:
-        logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=site.scaling)
-    else:
-        logits.copy_(torch.bmm(left, right).view(logits.shape)).mul_(site.scaling)
+    # In 16 bits, large products would overflow, or lose what tells tokens apart.
+    left, right = upcast(queries.flatten(2, 3).flatten(0, 1)), upcast(keys.flatten(0, 1)).mT
+    logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=site.scaling)
     if site.softmax.softcap is not None:
         logits = logits.div_(site.softmax.softcap).tanh_().mul_(site.softmax.softcap)
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)

@@ -38,7 +38,7 @@ from press_core.cache.reading import (
 )
 from press_core.cache.slots import note_masked
 from press_core.engine import prune_before
-from press_core.errors import UnsupportedCacheError
+from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import (
     Arguments,
     Forward,
@@ -280,7 +280,12 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
 
 
 def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
-    """Record the sites that filled their layers in a forward without the scope noticing."""
+    """Record the sites that filled their layers in a forward without the scope noticing.
+
+    Raises:
+        ScopeError: if it has pruned others; if all layers are whole, a warning when it closes is
+            enough.
+    """
     progress = forward.progress.get(scope)
     if progress is None:
         return
@@ -288,6 +293,11 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
     filled = forward.is_context and scope in forward.acting and not is_empty(cache, index)
     if len(progress.depths) < len(scope.sites) and (progress.depths or filled):
         scope.tally.missed |= set(range(len(scope.sites))) - progress.depths
+        if progress.depths:
+            forward.fail()
+            why = "".join(filter(None, (warning() for warning in scope.warnings)))
+            name = type(scope.press).__name__
+            raise ScopeError(f"{name} prunes some layers and not others{why}")
 
 
 # ---- attention modules that read a cache ---------------------------------------------------------

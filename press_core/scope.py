@@ -329,13 +329,6 @@ class InstalledPress(Press):
         """Install what acts on the attention modules; called whenever forwards need it."""
         raise NotImplementedError
 
-    def refuse_missed(self, scope: ScopeState) -> None:
-        """Called after a forward that bypassed what is installed on some layers.
-
-        Raises:
-            ScopeError: if the mechanism does not tolerate that.
-        """
-
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         """Call `act(args, output)` after each forward of `module`, by this press's mechanism.
 

@@ -79,6 +79,8 @@ def facts_of(seen: Seen, watch: Watch) -> Facts:
         return Facts(site, f"{name} calls no attention function that could be seen")
     if not bool(seen.attended[0].query.any()):
         raise ValueError(f"{name} has queries of zeros, as if its weights were not loaded")
+    if seen.output is not None and not bool(seen.output.isfinite().all()):
+        raise ValueError(f"{name} returns NaN or infinity in {seen.output.dtype}")
     lengths = {x.shape[-2] for x in (layer.keys, seen.attended[0].query, seen.attended[0].key)}
     if len(lengths) > 1:
         return Facts(site, f"{name} attends over other tokens than it is given")

@@ -247,6 +247,10 @@ def test_a_model_that_could_not_be_run_once_is_run_again():
     with pytest.raises(UnsupportedModelError, match="ZeroDivisionError"):
         attention_sites(model)
     failing.remove()
+    model.half().model.layers[0].self_attn.o_proj.weight.mul_(1e8)  # more than float16 holds
+    with pytest.raises(UnsupportedModelError, match=r"NaN or infinity in torch\.float16"):
+        attention_sites(model)
+    model.float().model.layers[0].self_attn.o_proj.weight.fill_(0.1)
     model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.5
     model.train()
     assert not attention_sites(model)[0].refusals
