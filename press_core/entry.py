@@ -286,18 +286,20 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
         ScopeError: if it has pruned others; if all layers are whole, a warning when it closes is
             enough.
     """
-    progress = forward.progress.get(scope)
-    if progress is None:
+    progress, sites = forward.progress.get(scope), scope.sites
+    if progress is None or len(progress.depths) == len(sites):
         return
-    cache, index = cache_after(forward, output), scope.sites[0].layer_idx
-    filled = forward.is_context and scope in forward.acting and not is_empty(cache, index)
-    if len(progress.depths) < len(scope.sites) and (progress.depths or filled):
-        scope.tally.missed |= set(range(len(scope.sites))) - progress.depths
-        if progress.depths:
-            forward.fail()
-            why = "".join(filter(None, (warning() for warning in scope.warnings)))
-            name = type(scope.press).__name__
-            raise ScopeError(f"{name} prunes some layers and not others{why}")
+    if not progress.depths and not (forward.is_context and scope in forward.acting):
+        return
+    cache = cache_after(forward, output)
+    filled = {site.place.depth for site in sites if not is_empty(cache, site.layer_idx)}
+    missed = filled - progress.depths  # a model may have run its first layers only
+    scope.tally.missed |= missed
+    if missed and progress.depths:
+        forward.fail()
+        why = "".join(filter(None, (warning() for warning in scope.warnings)))
+        name = type(scope.press).__name__
+        raise ScopeError(f"{name} prunes some layers and not others{why}")
 
 
 # ---- attention modules that read a cache ---------------------------------------------------------

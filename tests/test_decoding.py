@@ -1,8 +1,11 @@
 """Presses that act while decoding, against references that hold everything and forget nothing."""
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
+import yaml
 from transformers import DynamicCache
 
 from experiments.questions.architectures.decoders import build, decoders
@@ -12,66 +15,19 @@ from tests.support import both, filled, forwards, held, left_padded, make, ran
 
 # ---- at intervals --------------------------------------------------------------------------------
 
-LENGTHS = {
-    "at intervals": (
-        lambda p: p.DecodingPress(p.KnormPress(), 5, 20),
-        [30] + [1] * 11,
-        [30, 31, 32, 33, 34, *[20, 21, 22, 23, 24], 20, 21],
-    ),
-    "forwards count and not their tokens": (
-        lambda p: p.DecodingPress(p.KnormPress(), 3, 20),
-        [30, 7, 7, 1, 2, 1, 7, 1],
-        [30, 37, 44, 20, 22, 23, 20, 21],
-    ),
-    "no longer than the target, the count starts anew": (
-        lambda p: p.DecodingPress(p.KnormPress(), 5, 20),
-        [10] + [1] * 15,
-        [*range(10, 25), 20],
-    ),
-    "a ratio of all tokens seen": (  # int(23 * 0.4), int(26 * 0.4), int(29 * 0.4)
-        lambda p: p.CompressionRatioDecodingPress(p.KnormPress(), 3, target_compression_ratio=0.6),
-        [20] + [1] * 9,
-        [20, 21, 22, 9, 10, 11, 10, 11, 12, 11],
-    ),
-    "heavy hitters up to a budget": (
-        lambda p: p.H2OPress().with_budget(20),
-        [17, 1, 1, 1, 1, 3, 1],
-        [17, 18, 19, 20, 20, 20, 20],
-    ),
-    "every turn": (
-        lambda p: p.EveryTurnPress(p.TOVAPress(), target_size=20),
-        [60, 1, 1, 12, 1, 5],
-        [20, 21, 22, 20, 21, 20],
-    ),
-    "neither phase": (lambda p: p.PrefillDecodingPress(), [30, 1, 1, 1], [30, 31, 32, 33]),
-    "the prefill alone": (
-        lambda p: p.PrefillDecodingPress(p.KnormPress(0.5)),
-        [30, 1, 1, 1],
-        [15, 16, 17, 18],
-    ),
-    "decoding alone": (
-        lambda p: p.PrefillDecodingPress(None, p.DecodingPress(p.KnormPress(), 3, 9)),
-        [30] + [1] * 7,
-        [30, 31, 32, 9, 10, 11, 9, 10],
-    ),
-    "both phases": (
-        lambda p: p.PrefillDecodingPress(p.KnormPress(0.5), p.DecodingPress(p.KnormPress(), 3, 9)),
-        [30] + [1] * 7,
-        [15, 16, 17, 9, 10, 11, 9, 10],
-    ),
-}
+LENGTHS = yaml.safe_load(Path(__file__).with_name("decoding.yaml").read_text("utf-8"))
 
 
 @both
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths_over_steps(package, name):
-    press, given, expected = LENGTHS[name]
-    model, cache, press = make(), DynamicCache(config=make().config), press(package)
+    row, model = LENGTHS[name], make()
+    cache, press = DynamicCache(config=model.config), eval(row["press"], dict(package.PRESSES))
     with press(model):
-        for ids, n in zip(forwards(given), expected, strict=True):
+        for ids, n in zip(forwards(row["given"]), row["kept"], strict=True):
             model(ids, past_key_values=cache)
             assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [n, n]
-    assert cache.get_seq_length() == sum(given)
+    assert cache.get_seq_length() == sum(row["given"])
 
 
 @both

@@ -192,6 +192,15 @@ def test_hooks_that_are_passed_by_are_not_silent(model):
 
 
 @both
+def test_a_model_may_run_its_first_layers_only(package, model):
+    """As models that draft for themselves do."""
+    with package.KnormPress(0.5)(model):
+        model.config.num_hidden_layers = 2
+        cache = model(token_ids(1, 40), past_key_values=DynamicCache()).past_key_values
+        assert [int(n[0, 0]) for n in kept_lengths(cache)] == [20, 20]
+
+
+@both
 def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
     package.KnormPress(0.5).register(model).remove()  # which runs a model that it has not seen yet
     model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)

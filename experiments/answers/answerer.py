@@ -194,9 +194,7 @@ class ContextAnswerer:
         tail, at_most = "", reading.max_context_length
         has_one = bool(getattr(self.tokenizer, "chat_template", None))
         if reading.chat_template and not has_one:
-            raise UserError(
-                "the tokenizer has no chat template; set one, or leave out chat_template"
-            )
+            raise UserError("the tokenizer has no chat template; set one, or omit chat_template")
         if has_one and reading.chat_template is not False:
             words = {"enable_thinking": reading.enable_thinking, **(reading.template_options or {})}
             message = [{"role": "user", "content": context + _MARK}]

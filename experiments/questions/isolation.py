@@ -85,10 +85,6 @@ def _bystanders(
     yield from _moments(AFTER, expected, run)
 
 
-def _of_the_class(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
-    return [make(seed) for seed in (1, 2, 3)]
-
-
 def _of_other_classes(model: PreTrainedModel, make: Make) -> list[PreTrainedModel]:
     others = map(build, ("mistral", "qwen3", "gpt_neox"))
     return [other for other in others if type(other) is not type(model)]
@@ -175,7 +171,7 @@ def _nested(press: Press, make: Make) -> Iterator[Moment]:
 
 SITUATIONS: dict[str, Callable[[Press, Make], Iterator[Moment]]] = {
     "the model, after": _itself,
-    "instances of the class": partial(_bystanders, _of_the_class),
+    "instances of the class": partial(_bystanders, lambda _, make: [make(1), make(2), make(3)]),
     "instances of other classes": partial(_bystanders, _of_other_classes),
     "an instance in another thread": partial(_bystanders, lambda _, make: [make(1)], run=in_thread),
     "an instance with the same config": partial(_bystanders, _with_its_config),
