@@ -46,12 +46,11 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
         UnsupportedCacheError: if so.
     """
     if isinstance(cache, Cache) and layer_idx >= len(cache.layers):
-        replicate = getattr(cache, "layer_class_to_replicate", None)
-        if replicate is DynamicLayer:
+        if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
             return  # created on demand
         raise UnsupportedCacheError(
-            f"cannot prune a {type(cache).__name__} of {getattr(replicate, '__name__', 'no')} "
-            "layers; pass a DynamicCache"
+            f"cannot prune layer {layer_idx} of a {type(cache).__name__} of {len(cache.layers)} "
+            "layers, which adds none that can be pruned; pass a DynamicCache"
         )
     known(cache, layer_idx)
 
