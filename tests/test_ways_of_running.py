@@ -32,12 +32,12 @@ IS_5_2 = transformers.__version__.startswith("5.2.")
 
 @both
 @pytest.mark.usefixtures("no_graphs_after")
-def test_a_compiled_function_is_pruned_by_one_press_after_the_other(package):
+def test_a_function_compiled_or_traced_is_pruned_by_one_press_after_the_other(package):
     """It was called before, and the first press needs nothing from inside the attention.
 
     The second reads queries, and leaves heads of different lengths to attend over.
     """
-    model, ids = build("llama", num_layers=1), token_ids(1, LENGTH)
+    model, ids = build("llama", num_layers=1).requires_grad_(False), token_ids(1, LENGTH)
 
     def run(ids, cache):
         return model(ids, past_key_values=cache).logits
@@ -50,7 +50,10 @@ def test_a_compiled_function_is_pruned_by_one_press_after_the_other(package):
             cache = DynamicCache(config=model.config)
             with nullcontext() if press is None else press(model):
                 function(ids, cache)
+                seen = copy.deepcopy(cache)
+                step = torch.jit.trace(lambda x, c=seen: run(x, c), ids[:, :1], check_trace=False)
                 logits.append(function(ids[:, :1], cache))
+                torch.testing.assert_close(step(ids[:, :1]), logits[-1])
             (kept,) = kept_lengths(cache)
             assert kept.float().mean() == (LENGTH if press is None else LENGTH // 2) + 1
             assert (kept.unique().numel() > 1) == (name == "AdaKVPress")

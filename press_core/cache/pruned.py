@@ -317,8 +317,8 @@ class PrunedLayer(DynamicLayer):
         return self.kept.n_seen - self.kept.shift + self.n_counted
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
-        if isinstance(query_length, Tensor):  # transformers 5.2 passes cache_position
-            query_length = len(query_length)
+        if isinstance(query_length, Tensor):  # traced, or cache_position of transformers 5.2
+            query_length = len(query_length) if query_length.dim() else int(query_length)
         self.has_sized_mask = True
         checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
         if checked and not torch.compiler.is_compiling():

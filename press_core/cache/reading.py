@@ -231,7 +231,8 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
         n_filled: number of slots that were filled then.
     """
     mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
-    newest = for_full_attention(mask)[..., n_filled : n_filled + forward.n_tokens]
+    newest = for_full_attention(mask)
+    newest = None if newest is None else newest[..., n_filled : n_filled + forward.n_tokens]
     newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
     return forward.given.replace(attention_mask=newest)
 
