@@ -65,8 +65,11 @@ def shown(outcomes: Outcomes, total: int, progress: Progress) -> Outcomes:
             row = outcome.summary()
             score = "not scored, " if row["score"] is None else f"{row['score']:.1%} of "
             text = f"{score}{row['questions']} in {outcome.seconds:.1f} s"
-        name = f"{cell.dataset}  {cell.press}  {_amount(cell.ratio, cell.budget)}  {cell.mechanism}"
-        progress.console.print(f"{name}: {text}", markup=False, highlight=False)
+        progress.console.print(f"{_named(cell)}: {text}", markup=False, highlight=False)
+
+
+def _named(cell: Cell) -> str:
+    return f"{cell.dataset}  {cell.press}  {_amount(cell.ratio, cell.budget)}  {cell.mechanism}"
 
 
 def _amount(ratio: float | None, budget: int | None) -> str:
@@ -131,7 +134,7 @@ def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[Any, str
         raise typer.Exit(130) from None
     Console().print(_results(results))
     for cell, reason in failures.items():
-        console.print(f"no result: {' '.join(map(str, cell))}: {reason}", markup=False)
+        console.print(f"no result: {_named(cell)}: {reason}", markup=False)
     return failures
 
 

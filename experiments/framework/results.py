@@ -71,15 +71,15 @@ def read_table(path: Path) -> pd.DataFrame:
     """Read a table that `write_tables` wrote; only an empty cell is a missing value.
 
     Raises:
-        UserError: if the file cannot be read, or is no table.
+        UserError: if the file cannot be read, is no table, or has no rows.
     """
-    with (
-        refusing(f"cannot read the table {path}", OSError),
-        refusing(f"{path} is no table", ValueError),  # pandas raises it if a file is no CSV
-    ):
-        return pd.read_csv(
-            path, keep_default_na=False, na_values=[""], float_precision="round_trip"
-        )
+    unread = f"cannot read the table {path}"
+    # pandas raises a ValueError if a file is no CSV
+    with refusing(unread, OSError, ValueError, advice="; run the study again"):
+        table = pd.read_csv(path, keep_default_na=False, na_values="", float_precision="round_trip")
+        if table.empty:
+            raise ValueError("it has no rows")
+    return table
 
 
 def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure], dict[str, str]]:

@@ -125,7 +125,7 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
     )
     result = call("--config", tmp_path / "sweep.yaml", "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert "no result: facts/single@48 PerLayerCompressionPress" in result.output
+    assert "no result: facts/single@48  PerLayerCompressionPress" in result.output
 
 
 def test_the_command_has_a_flag_for_every_setting(tmp_path):

@@ -195,7 +195,12 @@ def test_what_is_no_manifest_is_told_in_one_line(tmp_path, content, command):
 
 def test_a_table_that_is_gone_or_none_is_told_in_one_line(tmp_path):
     study(three([]), tmp_path)
-    for content, words in ((b'"\xff', r"a\.csv is no table"), (b"x\nb\n", "lacks .* of 'a'")):
+    cases = {
+        b'"\xff': r"cannot read .*a\.csv",
+        b"x\n": r"a\.csv: it has no rows; run",
+        b"x\nb\n": "of 'a'",
+    }
+    for content, words in cases.items():
         (tmp_path / "a.csv").write_bytes(content)
         with pytest.raises(UserError, match=words):
             read_parts(tmp_path, three([]))
