@@ -116,10 +116,10 @@ class KvpressCompatible(Press):
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
         kwargs = {**passed.given.kwargs, FORWARD: (scope, passed)}
-        if passed.cache is not None:  # releases of transformers after 5.2 no longer pass it
+        if passed.cache is not None and "cache_position" not in kwargs:  # after transformers 5.2
             states, end = passed.hidden_states, passed.cache.get_seq_length(passed.site.layer_idx)
-            own = torch.arange(end - states.shape[1], end, device=states.device)
-            kwargs.setdefault("cache_position", own)
+            start = end - states.shape[1]
+            kwargs["cache_position"] = torch.arange(start, end, device=states.device)
         return self.forward_hook(view_of(passed.site), passed.given.args, kwargs, passed.output)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.answers.compressed import Compressed, compressed, independent_copy
 from experiments.answers.kept import SavedContext, check_savable, keep
 from experiments.answers.prompts import (
@@ -19,9 +19,9 @@ from experiments.answers.prompts import (
     Prompt,
     Questions,
     Reading,
-    check_given,
     check_length,
     check_limit,
+    check_press,
     generation_of,
     questions_of,
     texts_of,
@@ -119,6 +119,7 @@ class ContextAnswerer:
             UserError: if the texts, the cache or the tokenizer cannot be used; says why.
             PressError: if the press does not fit model or cache.
         """
+        check_press(press)
         options = generation_of(generation)
         together = compress_questions or isinstance(press, Finch)
         reading = Reading(max_context_length, chat_template, enable_thinking, template_options)
@@ -130,7 +131,6 @@ class ContextAnswerer:
             heads = self._heads(contexts, reading)
             rows = [ids for ids, _ in heads]
             opened = compressed(self.model, rows, press, self._pad_id(rows), cache)
-        check_given(press, cache)
         prompts = self._prompts(heads, questions, answer_prefix)
         if together:
             return self._together(prompts, press, cache, options)
@@ -191,16 +191,14 @@ class ContextAnswerer:
         return [self._head(text, reading) for text in texts_of("contexts", contexts)]
 
     def _head(self, context: str, reading: Reading) -> Head:
-        tail, at_most = "", reading.max_context_length
-        has_one = bool(getattr(self.tokenizer, "chat_template", None))
-        if reading.chat_template and not has_one:
-            raise UserError("the tokenizer has no chat template; set one, or omit chat_template")
-        if has_one and reading.chat_template is not False:
+        templated, tail, at_most = reading.chat_template, "", reading.max_context_length
+        if templated or (templated is None and getattr(self.tokenizer, "chat_template", None)):
             words = {"enable_thinking": reading.enable_thinking, **(reading.template_options or {})}
             message = [{"role": "user", "content": context + _MARK}]
-            text = self.tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, tokenize=False, **words
-            )
+            with refusing("cannot apply the chat template", ValueError):
+                text = self.tokenizer.apply_chat_template(
+                    message, add_generation_prompt=True, tokenize=False, **words
+                )
             head, tail = str(text).rsplit(_MARK, 1)
             ids = self._encode(head)
         else:

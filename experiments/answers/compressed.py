@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from experiments import UserError
 from experiments.answers.prompts import chosen
 from press_core import Phase, RaggedLayer, kept_lengths
 from press_core.cache.channels import ChannelPrunedLayer
@@ -106,8 +107,15 @@ def compressed(
         pad_id: token id for left padding.
         cache: an empty cache; None: a `DynamicCache`.
         read: the rows with a delimiter token, which the press removes; None: no delimiter.
+
+    Raises:
+        UserError: if the cache is none, or not empty.
     """
     cache = DynamicCache(config=model.config) if cache is None else cache
+    if not isinstance(cache, Cache):
+        raise UserError(f"cache is {cache!r:.60}; give an empty one, such as DynamicCache()")
+    if cache.get_seq_length():
+        raise UserError(f"the cache holds {cache.get_seq_length()} tokens; give an empty one")
     # A model dispatched over devices accepts inputs on any device.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     ids, mask = _left_padded(rows, pad_id, device)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from transformers import Cache
-
 from experiments import UserError
 from press_core.scope import InstalledPress
 
@@ -107,9 +105,7 @@ def questions_of(n_contexts: int, questions: Any) -> list[list[str]]:
     return [texts_of("questions", each) for each in per_context]
 
 
-def check_given(press: Any, cache: Any) -> None:
-    """Raise if `press` is neither a press nor None, or `cache` neither an empty cache nor None."""
+def check_press(press: Any) -> None:
+    """Raise if `press` is neither a press nor None."""
     if press is not None and not isinstance(press, InstalledPress):
         raise UserError(f"press is {press!r:.60}; give a press of hooks_impl or patch_impl")
-    if cache is not None and (not isinstance(cache, Cache) or cache.get_seq_length()):
-        raise UserError(f"cache is {cache!r:.60}; give an empty one, such as DynamicCache()")

@@ -355,6 +355,7 @@ def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int, dtype: torch.dtyp
         kept: `(B, H_kv, n)` int64, positions, ascending.
         evicted: `(B, H_kv, m)` int64, positions.
         n_next: number of kept tokens that share one evicted token (fewer at the end).
+        dtype: of the shares.
 
     Returns:
         `(B, H_kv, m, n)`; rows sum to 1, or to 0 where no kept token follows.

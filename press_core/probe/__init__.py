@@ -116,8 +116,8 @@ def _kind_of(model: Any) -> str:
     for name, module in modules:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         children = {n: type(child).__name__ for n, child in module.named_children()}
-        own = vars(module).copy()  # other threads may put patches on it
-        options = {n: x for n, x in own.items() if isinstance(x, (bool, int, float, str))}
+        own = watching.values_of(module).items()
+        options = {n: x for n, x in own if isinstance(x, (bool, int, float, str))}
         options.pop("training", None)
         shapes = [tuple(weight.shape) for weight in module.parameters()]
         described.append(f"{name}:{type(module)}:{implementation}:{children}:{options}:{shapes}")

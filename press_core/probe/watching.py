@@ -252,7 +252,7 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
     positions from token indices (`rope_deltas`). The model is in evaluation mode. Open scopes take
     no part in forwards of this thread; hooks of others run.
     """
-    saved = [(m, _values_of(m), _copies(m._buffers)) for m in model.modules()]
+    saved = [(m, values_of(m), _copies(m._buffers)) for m in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
     with one_at_a_time, current.apart(), rng, _eagerly():
@@ -271,7 +271,7 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
                         buffer.copy_(before)
 
 
-def _values_of(module: nn.Module) -> dict[str, Any]:
+def values_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module, without functions: other threads may put patches on it."""
     return {name: x for name, x in vars(module).copy().items() if not callable(x)}
 
