@@ -197,8 +197,8 @@ def differences(before: Snapshot, after: Snapshot) -> tuple[Change, ...]:
     The contents of an added or replaced submodule are not listed, nor those of a class or a Python
     module that only one of the snapshots covers.
     """
-    values = {p: (before.get(p, _ABSENT), after.get(p, _ABSENT)) for p in before | after}
-    changed = {place: pair for place, pair in values.items() if not same(*pair)}
+    values = ((p, before.get(p, _ABSENT), after.get(p, _ABSENT)) for p in before | after)
+    changed = {place: (old, new) for place, old, new in values if not same(old, new)}
     submodules = (place for place in changed if place.kind == "submodule")
     exchanged = {f"{place.owner}.{place.name}".removeprefix(".") for place in submodules}
     known = {place.owner for place in before} & {place.owner for place in after}

@@ -267,9 +267,9 @@ def _nested(place: Place, value: Any, depth: int = 3) -> Entries:
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     elif isinstance(value, FunctionType):
-        yield place._replace(name=f"{place.name}.__code__"), value.__code__
+        yield Place(*place[:3], f"{place.name}.__code__"), value.__code__
     for key, item in list(items) if depth else ():
-        yield from _nested(place._replace(name=f"{place.name}[{key!r}]"), item, depth - 1)
+        yield from _nested(Place(*place[:3], f"{place.name}[{key!r}]"), item, depth - 1)
 
 
 def _joined(owner: str, name: str) -> str:
