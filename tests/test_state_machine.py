@@ -45,7 +45,7 @@ from tests.twins import (
 )
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
-N_PROGRAMS = {"short": 20, "long": 20_000}.get(PROFILE, 60)
+N_PROGRAMS = {"short": 20, "long": 20_000}.get(PROFILE, 48)
 N_SHARDS, MAX_STEPS = 4, 30
 
 INDICES = st.sampled_from([0, 0, 1, 2])

@@ -81,8 +81,8 @@ def test_a_slow_press_is_found_slow(model, monkeypatch):
 
 def test_peaks_hold_the_cache_at_least():
     deep = ModelSpec("deep", shape=(("num_layers", 8), ("head_dim", 64)))
-    long, pruned = (peak_of(deep, one, 4096, 1, 1) for one in (FULL, SNAP._replace(ratio=0.9)))
-    cache = cache_bytes(deep.load(), 4096, FULL)
+    long, pruned = (peak_of(deep, one, 2048, 1, 1) for one in (FULL, SNAP._replace(ratio=0.9)))
+    cache = cache_bytes(deep.load(), 2048, FULL)
     assert cache < long < 4 * cache  # and nothing of the model, or of the process
     assert pruned < long - 0.25 * cache
 
