@@ -29,7 +29,8 @@ class Tokens:
         covers = isinstance(self.progress, Real) and 0 <= self.progress <= 1
         if not (counts and self.n >= 1 and covers):
             raise HyperparameterError(
-                f"Tokens({self.n!r}): a budget must be a number of tokens, 1 or more"
+                f"Tokens({self.n!r}, {self.progress!r}): n must be a number of tokens, 1 or more, "
+                "and progress a number in [0, 1]"
             )
 
     def __repr__(self) -> str:

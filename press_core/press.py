@@ -129,10 +129,10 @@ class Press:
         Raises:
             HyperparameterError: if the press has no field for a ratio.
         """
-        if self.ratio_field not in {field.name for field in fields(self)}:
+        if self.ratio_field not in (names := [field.name for field in fields(self)]):
             raise HyperparameterError(
-                f"{type(self).__name__} does not take a compression ratio; wrap a press with the "
-                "field compression_ratio"
+                f"{type(self).__name__} takes no compression ratio, nor a number of tokens; it has "
+                f"the fields {', '.join(names)}"
             )
         changed = self.changed(**{self.ratio_field: compression_ratio})
         vars(changed)["prepared_as"] = vars(self).get("prepared_as", id(self))
@@ -336,8 +336,7 @@ class Press:
     @property
     def last_run(self) -> Tally | None:
         """The tally of the scope of this press that was opened last; None: no scope was opened."""
-        scope = vars(self).get("_last_scope")
-        return None if scope is None else scope.tally
+        return getattr(vars(self).get("_last_scope"), "tally", None)
 
     @property
     def compression_count(self) -> int:

@@ -317,8 +317,7 @@ class InstalledPress(Press):
 
     def remove(self) -> None:
         """Close the scope of this press that was opened last; no effect if it is closed."""
-        state = vars(self).get("_last_scope")
-        if state is not None:
+        if (state := vars(self).get("_last_scope")) is not None:
             state.close()
 
     def install(self, scope: ScopeState) -> None:

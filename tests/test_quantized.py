@@ -290,10 +290,8 @@ def test_rows_are_reordered_or_it_is_refused(package, backend, nbits, n_later, m
 @kinds
 def test_a_prefill_in_chunks_is_refused_before_it_is_run(package, backend, nbits, model):
     """Exact keys of earlier chunks would be judged, and are gone."""
-    ids = token_ids(1, LENGTH)
-    cache = quantized(model, backend, nbits)
-    refused = pytest.raises(UnsupportedCacheError, match="exact keys")
-    with package.KnormPress(0.5)(model), refused:
+    ids, cache = token_ids(1, LENGTH), quantized(model, backend, nbits)
+    with package.KnormPress(0.5)(model), pytest.raises(UnsupportedCacheError, match="exact keys"):
         prefill(model, ids, cache, chunk_size=16)
     assert cache.get_seq_length() == 0
     model(ids, past_key_values=cache)  # nothing was left in it

@@ -14,6 +14,7 @@ from tests.support import (
     GREEDY,
     both,
     build,
+    context_for,
     example_for,
     filled,
     held,
@@ -96,11 +97,13 @@ def test_generate_in_chunks_is_generate(package, chunk_size):
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 2 + 7] * 2
 
 
-def test_a_press_that_replays_its_context_takes_it_in_one_forward(package):
+@pytest.mark.parametrize("name", ["FinchPress", "KVzipPress"])
+def test_who_takes_a_context_in_one_forward_and_that_chunks_share_a_cache(package, name):
     model, cache = make(), DynamicCache()
-    press = example_for(package, "KVzipPress", 0.5, model)
-    with press(model), pytest.raises(UnsupportedInputError, match="chunk"):
-        prefill(model, token_ids(1, LENGTH), cache, 25)
+    press, ids = example_for(package, name, 0.5, model), context_for(name, LENGTH)
+    for given, told in ((cache, "in one forward"), (None, "one cache")):
+        with press(model), pytest.raises(UnsupportedInputError, match=told):
+            prefill(model, ids, given, 25)
     assert cache.get_seq_length() == 0
 
 

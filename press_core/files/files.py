@@ -95,7 +95,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     with refused(path, "cannot be written"):
         require(path.parent.is_dir(), "there is no such folder")
         if os.path.lexists(path):
-            advice = "give another name, or overwrite=True to replace a compressed cache"
+            advice = "give another name; save_cache(overwrite=True) replaces a compressed cache"
             require(overwrite, f"a file is there already; {advice}")
             require(path.is_file() and not path.is_symlink(), "it is no regular file")
             read_header(path, any_version=True)

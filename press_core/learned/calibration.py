@@ -217,8 +217,8 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
     is_hub_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not path.is_dir()
     if not is_hub_id or str(source).endswith(".safetensors"):
         raise CalibrationError(
-            f"there is no {wanted} at {str(source)!r}; give a {kind.__name__}, a file that its "
-            "save wrote, a folder that holds one, or a hub id such as owner/name"
+            f"there is no file {str(source)!r}, and no {wanted} in it; give a {kind.__name__}, a "
+            "file that its save wrote, a folder that holds one, or a hub id such as owner/name"
         )
     cause: Exception = LookupError()
     # Cached files are used without contacting the hub: presses open often, and may be offline.

@@ -222,7 +222,7 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
         if "position_embeddings" in seen.parameters and takes and _ignores_positions(seen, watch):
             return NoRotation(), ""  # other layers of the model rotate
         why = "rotates where the probe cannot see it" if takes else "has none"
-        return None, f"{why}; SnapKVPress and KnormPress work on any model"
+        return None, f"{why}; SnapKVPress and KnormPress do not need them"
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
     if not pair or given[0].dim() != 3:
         return None, "rotates by something else than cosines and sines `(B, S, channels)`"

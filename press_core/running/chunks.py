@@ -65,9 +65,12 @@ def prefill(
 
     Raises:
         HyperparameterError: if `chunk_size` is less than 1.
+        UnsupportedInputError: if `past_key_values` is None.
     """
-    if chunk_size < 1:
+    if not isinstance(chunk_size, int) or chunk_size < 1:
         raise HyperparameterError(f"chunk_size={chunk_size!r}: chunk_size must be 1 or more")
+    if past_key_values is None:
+        raise UnsupportedInputError("prefill puts all chunks into one cache; pass a DynamicCache()")
     output, length = None, input_ids.shape[1]
     for start in range(0, length, chunk_size):
         stop = min(start + chunk_size, length)
