@@ -103,6 +103,8 @@ def test_a_model_without_attention(package):
     with pytest.raises(UnsupportedModelError, match=r"Sequential .*attention"):
         package.KnormPress(0.5).register(model)
     assert not model[0]._forward_hooks
+    with pytest.raises(UnsupportedModelError, match=r"not a str"):
+        package.KnormPress(0.5).register("model")
 
 
 @both

@@ -60,6 +60,8 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     """The same, and the unpruned attention modules that need help when the others are pruned."""
+    if not isinstance(model, nn.Module):  # a pipeline holds one
+        raise UnsupportedModelError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with watching.one_at_a_time:
         if key not in known:
