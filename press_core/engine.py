@@ -37,13 +37,12 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
     _act(scope, press, passed)
 
 
-@running.eager_in_contexts
+@running.eager_where_due
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
-        call, occupied = observed
-        decisions = Decisions(call, judged(press, call, occupied))
+        decisions = Decisions(observed[0], judged(press, *observed))
         store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
 
 

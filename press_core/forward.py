@@ -141,11 +141,11 @@ class Forward:
             why: begins the error message: who needs token ids, and what for.
 
         Raises:
-            UnsupportedInputError: if embeddings were passed instead.
+            UnsupportedInputError: if embeddings were passed instead, as image-text models do.
         """
         ids: torch.Tensor | None = self.given.get("input_ids")
         if ids is None:
-            raise UnsupportedInputError(f"{why}; pass input_ids, not inputs_embeds")
+            raise UnsupportedInputError(f"{why}; pass input_ids, not embeddings, to a text model")
         return ids
 
     def once(self, make: Callable[[], T], *key: Any) -> T:

@@ -232,18 +232,14 @@ def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(
 @pytest.mark.filterwarnings("ignore:AdaKVPress evicted nothing")
 def test_a_compiled_step_that_needs_help_puts_it_back(package):
     model = build("llama", num_layers=1)
-
-    def press():
-        return package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
-
-    whole = prefilled(model)
-    with press()(model):
+    press = package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
+    whole, compiled = prefilled(model), torch.compile(model.model, backend="eager")
+    with press(model):
         cache = prefilled(model)
     other = copy.deepcopy(cache)
-    with press()(model):
+    with press(model):
         expected = [model.model(NEXT, past_key_values=other)[0] for _ in range(2)]
-    compiled = torch.compile(model.model, backend="eager")
-    with press()(model):
+    with press(model):
         step(model, whole)
         assert covered(model) == [False]
         found = [compiled(NEXT, past_key_values=cache)[0] for _ in range(2)]
@@ -272,15 +268,17 @@ def n_graphs() -> int:
 
 @both
 @pytest.mark.usefixtures("no_graphs_after")
-def test_a_compiled_context_runs_as_it_was_written(package, model):
-    compiled = torch.compile(model.forward, backend="eager", dynamic=True)
-    expected, found = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    press = package.SnapKVPress(compression_ratio=0.5, window_size=4)
+def test_a_compiled_context_and_what_prunes_behind_it_run_as_they_were_written(package):
+    model, base = build("llama", num_layers=1), package.SnapKVPress(0.5, window_size=4)
+    press = package.PrefillDecodingPress(base, package.DecodingPress(base, 1, 9))
+    ids, mask, _ = left_padded(2, 22, [6, 0])
+    compiled, kept = torch.compile(model.forward, backend="eager", dynamic=True), []
     with torch.no_grad(), press(model):
-        model(CONTEXT, past_key_values=expected)
-        before = n_graphs()
-        compiled(CONTEXT, past_key_values=found)
-        in_context = n_graphs() - before
+        for run in (model, compiled):
+            cache, before = DynamicCache(config=model.config), n_graphs()
+            run(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+            in_context = n_graphs() - before
+            run(ids[:, -1:], attention_mask=mask, past_key_values=cache)
+            kept.append(kept_positions(cache)[0])
     assert in_context == 2  # what is before the decoder, and behind it
-    pairs = zip(kept_positions(expected), kept_positions(found), strict=True)
-    assert all(torch.equal(old, new) for old, new in pairs)
+    assert torch.equal(*kept)

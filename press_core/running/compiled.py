@@ -1,4 +1,4 @@
-"""Models that torch.compile has compiled: a context that is pruned runs eagerly."""
+"""Models that torch.compile has compiled: pruning, and a context to be pruned, run eagerly."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ Act = Callable[[ScopeState, Press, AttentionPass], None]
 """What a scope does after an attention module."""
 
 
-def eager_in_contexts(act: Act) -> Act:
-    """`act`, kept out of graphs in a prefill, whose values decide what is kept."""
+def eager_where_due(act: Act) -> Act:
+    """`act`, kept out of graphs where the press prunes: values decide what is kept."""
     outside = torch.compiler.disable(act)
 
     @wraps(act)
     def acting(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
-        (outside if passed.forward.is_context and may_break() else act)(scope, press, passed)
+        n_steps, n_new = passed.forward.progress[scope].n_steps, passed.hidden_states.shape[1]
+        prunes = passed.forward.is_context or press.is_due(n_steps, n_new)
+        (outside if prunes and may_break() else act)(scope, press, passed)
 
     return acting
 

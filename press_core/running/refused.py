@@ -59,11 +59,10 @@ def refuse_early_exit(scope: ScopeState, forward: Forward) -> None:
 
 def refuse_vmap(scope: ScopeState, forward: Forward) -> None:
     """Raise on the batched tensors of `torch.vmap`, whose values cannot be read."""
-    ids = forward.given.get("input_ids")
-    ids = forward.given.get("inputs_embeds") if ids is None else ids
-    if ids is None or forward.given.get("use_cache") is False or torch.compiler.is_compiling():
+    found = [forward.given.get(name) for name in ("input_ids", "inputs_embeds")]
+    if forward.given.get("use_cache") is False or torch.compiler.is_compiling():
         return
-    if is_batchedtensor(ids):
+    if any(is_batchedtensor(x) for x in found if x is not None):
         raise UnsupportedInputError(
             f"{type(scope.press).__name__} chooses tokens by their scores, whose values cannot be "
             "read under torch.vmap; pass a batch to the model"
