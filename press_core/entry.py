@@ -19,13 +19,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core import running
-from press_core.cache.caches import (
-    are_special,
-    check_prunable,
-    is_empty,
-    known,
-    pruned_layers,
-)
+from press_core.cache.caches import are_special, check_prunable, is_empty, known, pruned_layers
 from press_core.cache.memory import FIRST, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
@@ -267,16 +261,18 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
         return  # the scope does not take part, or an outer one has not left yet
     current.forward, current.reading, current.query = forward.outer, None, None
     try:
-        if failed:
-            forward.fail()
-            return
         for entered in reversed(forward.entered):
+    if failed:
+        forward.fail()
+        return
             _note_missed(entered, forward, output)
             completed = forward.is_context and not forward.n_remaining
             if completed and Phase.AFTER_DECODER in entered.traits.phases:
                 entered.press.after_decoder(entered, forward, output)
-    finally:
-        forward.end()
+    except BaseException:  # some layers were pruned, and others may not be
+        forward.fail()
+        raise
+    forward.end()
 
 
 def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
@@ -296,7 +292,6 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
     missed = filled - progress.depths  # a model may have run its first layers only
     scope.tally.missed |= missed
     if missed and progress.depths:
-        forward.fail()
         why = "".join(filter(None, (warning() for warning in scope.warnings)))
         name = type(scope.press).__name__
         raise ScopeError(f"{name} prunes some layers and not others{why}")

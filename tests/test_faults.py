@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import PressError, ScopeError, kept_lengths
+from press_core import Phase, PressError, ScopeError, kept_lengths
 from press_core.cache.pruned import CROP_TAKES_LENGTH
 from tests.support import both, build, example_for, filled, left_padded, token_ids
 
@@ -65,6 +65,17 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
     states = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ScopeError, match=r"(inside|keep) the scope"):
         cache.layers[1].update(states, states)
+
+
+@both
+def test_an_exception_after_the_layers_leaves_no_cache_to_read(package):
+    phases, cache = Phase.PREFILL | Phase.AFTER_DECODER, DynamicCache()
+    fails = {"phases": phases, "after_decoder": lambda *_: {}["late"]}
+    press = type("Own", (package.KnormPress,), fails)(0.5)
+    with press(build("llama")) as scope:
+        for error in (KeyError, ScopeError):
+            with pytest.raises(error, match=r"late|exception ended"):
+                scope.model(token_ids(1, 20), past_key_values=cache)
 
 
 # ---- what a press returns ------------------------------------------------------------------------

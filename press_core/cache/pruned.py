@@ -280,10 +280,6 @@ class PrunedLayer(DynamicLayer):
         self.check_readable(key_states)
         return self.inner.update(key_states, value_states, *args, **kwargs)
 
-    def mark_unusable(self) -> None:
-        """Make every later forward raise: an exception ended the forward that pruned the layer."""
-        self.is_unusable = True
-
     def check_readable(self, keys: Tensor) -> None:
         """Raise if the layer cannot be read correctly in this forward.
 
