@@ -184,7 +184,9 @@ def _scored(method: Callable[..., Any], call: AttentionCall) -> Any:
 
     if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
         return of_keys(tokens[:, 0])
-    return torch.stack([of_keys(of_head)[:, i] for i, of_head in enumerate(tokens.unbind(1))], 1)
+    scores = [of_keys(of_head) for of_head in tokens.unbind(1)]
+    wrong = [x for x in scores if not isinstance(x, Tensor) or x.shape != call.keys.shape[:3]]
+    return wrong[0] if wrong else torch.stack([x[:, i] for i, x in enumerate(scores)], 1)
 
 
 def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[Any, ...]:

@@ -82,9 +82,12 @@ def test_an_exception_after_the_layers_leaves_no_cache_to_read(package):
 
 SCORES = {
     "nan": (lambda s: s.masked_fill(s == s.amin(), float("nan")), "NaN .*model"),
-    "short": (lambda s: s[..., 1:], r"shape \(1, 2, 19\).* here \(1, 2, 20\)"),
-    "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"shape \(1, 4, 20\)"),
-    "without heads": (lambda s: s[:, 0], r"shape \(1, 20\)"),
+    "short": (lambda s: s[..., :9], r"tensor \(1, 2, 9\).* here \(1, 2, {n}\)"),
+    "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"tensor \(1, 4, {n}\)"),
+    "without heads": (lambda s: s[:, 0], r"tensor \(1, {n}\)"),
+    "8 bits": (lambda s: s.to(torch.float8_e5m2), "float8.*16 bits"),
+    "sparse": (lambda s: s.to_sparse(), r"sparse tensor \(1, 2, {n}\)"),
+    "elsewhere": (lambda s: s.to("meta"), "on meta.* on cpu"),
     "bool": (lambda s: s > 0, "torch.bool.*floating-point"),
     "nothing": (lambda s: None, "NoneType.*floating-point"),
 }
@@ -101,14 +104,20 @@ def scoring(package, change, ratio=0.5):
     return MyPress(ratio)
 
 
+AROUND = {
+    "alone": (20, lambda p, press: press),
+    "in AdaKV": (20, lambda p, press: p.AdaKVPress(press)),
+    "after another": (15, lambda p, press: p.ComposedPress([p.KnormPress(0.25), press])),
+}
+
+
 @both
-@pytest.mark.parametrize("around", ["alone", "in AdaKV"])
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("wrong", SCORES)
 def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
-    model, (change, said) = build("llama"), SCORES[wrong]
-    press = scoring(package, change)
-    press = press if around == "alone" else package.AdaKVPress(press)
-    with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said}"):
+    model, (change, said), (n, wrapped) = build("llama"), SCORES[wrong], AROUND[around]
+    press = wrapped(package, scoring(package, change))
+    with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said.format(n=n)}"):
         model(token_ids(1, 20))
 
 

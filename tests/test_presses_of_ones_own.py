@@ -22,8 +22,7 @@ from tests.support import both, build, example_for, filled, token_ids
 
 def lengths(press, model=None, n=40):
     """How many of `n` tokens each head keeps, by layer."""
-    model = build("llama") if model is None else model
-    cache = filled(model, press, token_ids(2, n))
+    cache = filled(model or build("llama"), press, token_ids(2, n))
     return [layer[0].tolist() for layer in kept_lengths(cache)]
 
 
@@ -119,10 +118,8 @@ def test_keys_that_are_masked_are_evicted_or_it_is_refused():
     with pytest.raises(PressError, match=r"Evicts\.PER_HEAD"):
         lengths(Masking(), model)
 
-    class Declared(Masking):
-        evicts = Evicts.PER_HEAD
-
-    assert lengths(Declared(), model) == [[30, 30]] * 2
+    declared = type("Declared", (Masking,), {"evicts": Evicts.PER_HEAD})
+    assert lengths(declared(), model) == [[30, 30]] * 2
     assert not any("masked_key_indices" in vars(module) for module in model.modules())
 
 
@@ -163,6 +160,10 @@ def test_methods_of_kvpress_that_would_never_be_called(name):
     method = NEVER_CALLED[name]
     with pytest.raises(PressError, match=rf"Own\.{method} .*never"):
         type("Own", (hooks_impl.PRESSES[name],), {method: lambda self, *args: None})
+    for budget in (0, 9.7, None):
+        own = type("Own", (package.KnormPress,), {"budget": lambda self, call, n=budget: n})
+        with pytest.raises(PressError, match=f"budget of {budget};"):
+            lengths(package.AdaKVPress(own(0.5)))
 
 
 def test_six_arguments_in_the_terms_of_patches():
@@ -207,8 +208,7 @@ def test_fields_are_checked_again_before_each_context(package):
     model, press = build("llama"), package.KnormPress(0.5)
     with press(model):
         press.compression_ratio = 0.25
-        cache = DynamicCache(config=model.config)
-        model(token_ids(1, 40), past_key_values=cache)
+        cache = model(token_ids(1, 40)).past_key_values
         assert kept_lengths(cache)[0].tolist() == [[30, 30]]
         press.compression_ratio = 2.0
         with pytest.raises(HyperparameterError, match=r"ratio=2\.0.*\[0, 1\)"):
