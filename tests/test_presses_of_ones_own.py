@@ -89,6 +89,23 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
 
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
+@pytest.mark.filterwarnings("error")
+def test_a_forward_hook_that_writes_keys_itself():
+    """Right as in kvpress, where nothing counts what was evicted; a pruned layer does."""
+
+    class Latest(hooks_impl.KnormPress):
+        def forward_hook(self, module, input, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            layer.keys, layer.values = layer.keys[:, :, -9:], layer.values[:, :, -9:]
+            return output
+
+    model = build("llama")
+    assert lengths(Latest(), model) == [[9, 9]] * 2
+    cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
+    with Latest()(model), pytest.raises(PressError, match="layer of 21 keys was assigned 9"):
+        model(token_ids(1, 1), past_key_values=cache)
+
+
 def test_scores_that_are_methods_of_other_kinds(kind):
     def score(module, states, keys, *others):
         return keys.norm(dim=-1)

@@ -21,6 +21,7 @@ from press_core.cache.given import (
     check_given_tokens,
     check_mask_in_use,
     is_cropped_before,
+    of_inner,
 )
 from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
@@ -29,13 +30,6 @@ from press_core.forward import OneMask, current
 
 # transformers 5.2 crops to a length; later releases take the number of tokens to remove.
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-
-
-def _of_inner(name: str) -> Any:
-    return property(
-        lambda layer: getattr(layer.inner, name),
-        lambda layer, states: setattr(layer.inner, name, states),
-    )
 
 
 class PrunedLayer(DynamicLayer):
@@ -69,8 +63,8 @@ class PrunedLayer(DynamicLayer):
         "press open while decoding: `with press(model): model.generate(...)`"
     )
 
-    keys: Any = _of_inner("keys")
-    values: Any = _of_inner("values")
+    keys: Any = of_inner("keys")
+    values: Any = of_inner("values")
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -354,7 +348,7 @@ class PrunedLayer(DynamicLayer):
 
     def drop_last(self, n: int) -> None:
         """Remove the last `n` tokens of every head."""
-        self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
+        self.inner.keys, self.inner.values = (x[..., :-n, :] for x in (self.keys, self.values))
 
     def reset(self) -> None:
         self.inner, self.is_unusable = self.emptied(), False
