@@ -292,10 +292,12 @@ class PrunedLayer(DynamicLayer):
         if self.needs is ReadingNeeds.NOTHING and not self.is_first:
             return
         n_new = keys.shape[2]
-        helped = current.forward is not None and (
-            current.reading is self or isinstance(current.reading, OneMask)
-        )
-        harmless = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
+        reading = current.reading
+        helped = current.forward is not None and (reading is self or isinstance(reading, OneMask))
+        # A model that is exported, or compiled by transformers 5.2, also masks a single token.
+        traced = torch.compiler.is_compiling if CROP_TAKES_LENGTH else torch.compiler.is_exporting
+        is_unmasked = n_new == 1 and not traced()
+        harmless = ReadingNeeds.MASK_OF_MANY if is_unmasked else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
         sized = helped or self.has_sized_mask or torch.compiler.is_compiling()
