@@ -341,7 +341,8 @@ class PrunedLayer(DynamicLayer):
             self.is_unusable |= is_cropped_before(self)
             raise UnsupportedCacheError(
                 f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
-                "pruning, and evicted tokens cannot be restored"
+                "pruning, and evicted tokens cannot be restored; crop no more than these, and open "
+                "no scope on the assistant of speculative decoding, whose cache is cropped"
             )
         self.drop_last(remove)
         self.memories = {
