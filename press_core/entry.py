@@ -44,7 +44,7 @@ from press_core.forward import (
 )
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
-from press_core.scope import AROUND, ScopeState
+from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
 
 GIVEN = "given"
@@ -202,6 +202,11 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
     cache, press = forward.cache, scope.press
     scope.tally.n_contexts += 1
     press.validate()  # fields may have changed since the scope opened
+    if Traits.of(press) != scope.traits:
+        raise ScopeError(
+            f"what {type(press).__name__} reads, or when it acts, has changed since its scope was "
+            "opened, with its fields or a press in them; close the scope first, and open it again"
+        )
     if press.evicts.needs_attention and getattr(cache, "offloading", False):
         raise UnsupportedCacheError(
             f"{type(press).__name__} leaves a cache that attention reads in place, which an "
@@ -260,11 +265,11 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
     if forward is None or scope is not (forward.entered or [None])[0]:
         return  # the scope does not take part, or an outer one has not left yet
     current.forward, current.reading, current.query = forward.outer, None, None
-    try:
-        for entered in reversed(forward.entered):
     if failed:
         forward.fail()
         return
+    try:
+        for entered in reversed(forward.entered):
             _note_missed(entered, forward, output)
             completed = forward.is_context and not forward.n_remaining
             if completed and Phase.AFTER_DECODER in entered.traits.phases:

@@ -14,6 +14,7 @@ from press_core import (
     Evicts,
     HyperparameterError,
     PressError,
+    ScopeError,
     UnsupportedInputError,
     kept_lengths,
 )
@@ -88,7 +89,6 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
         hooks_impl.PrefillDecodingPress(OneAfterTheOther(*parts))
 
 
-@pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
 @pytest.mark.filterwarnings("error")
 def test_a_forward_hook_that_writes_keys_itself():
     """Right as in kvpress, where nothing counts what was evicted; a pruned layer does."""
@@ -106,6 +106,7 @@ def test_a_forward_hook_that_writes_keys_itself():
         model(token_ids(1, 1), past_key_values=cache)
 
 
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
 def test_scores_that_are_methods_of_other_kinds(kind):
     def score(module, states, keys, *others):
         return keys.norm(dim=-1)
@@ -159,6 +160,10 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
     some = type("Some", (package.KnormPress,), {"evicts": Evicts.NOTHING})
     with pytest.raises(PressError, match=r"Evicts\.TOKENS"):
         lengths(some(0.5), model)
+    for budget in (0, 9.7, None):
+        own = type("Own", (package.KnormPress,), {"budget": lambda self, call, n=budget: n})
+        with pytest.raises(PressError, match=f"budget of {budget};"):
+            lengths(package.AdaKVPress(own(0.5)))
     for trait in ("needs", "evicts", "phases"):
         with pytest.raises(HyperparameterError, match=trait):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
@@ -177,10 +182,6 @@ def test_methods_of_kvpress_that_would_never_be_called(name):
     method = NEVER_CALLED[name]
     with pytest.raises(PressError, match=rf"Own\.{method} .*never"):
         type("Own", (hooks_impl.PRESSES[name],), {method: lambda self, *args: None})
-    for budget in (0, 9.7, None):
-        own = type("Own", (package.KnormPress,), {"budget": lambda self, call, n=budget: n})
-        with pytest.raises(PressError, match=f"budget of {budget};"):
-            lengths(package.AdaKVPress(own(0.5)))
 
 
 def test_six_arguments_in_the_terms_of_patches():
@@ -230,6 +231,9 @@ def test_fields_are_checked_again_before_each_context(package):
         press.compression_ratio = 2.0
         with pytest.raises(HyperparameterError, match=r"ratio=2\.0.*\[0, 1\)"):
             model(token_ids(1, 40), past_key_values=DynamicCache(config=model.config))
+        press.compression_ratio, press.helper = 0.5, package.SnapKVPress(0.5)
+        with pytest.raises(ScopeError, match=r"KnormPress reads.* open it again"):
+            model(token_ids(1, 40))
 
 
 def test_a_composition_that_holds_itself(package):

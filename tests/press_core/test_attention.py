@@ -71,9 +71,7 @@ def test_weights_are_scaled_as_the_options_of_gpt2_say(option):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     of_gpt2 = attention_sites(model)[2]
     projected = []
-    with (
-        of_gpt2.query_module.register_forward_hook(lambda *call: projected.append(call[2])),
-    ):
+    with of_gpt2.query_module.register_forward_hook(lambda *call: projected.append(call[2])):
         output = model(torch.arange(3, 12)[None], output_attentions=True)
     query, key, value = (x.view(1, 9, 2, 8).transpose(1, 2) for x in projected[0].chunk(3, dim=-1))
     states = torch.zeros(1, 9, 16)
