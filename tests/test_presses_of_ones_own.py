@@ -102,7 +102,7 @@ def test_a_forward_hook_that_writes_keys_itself():
     model = build("llama")
     assert lengths(Latest(), model) == [[9, 9]] * 2
     cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
-    with Latest()(model), pytest.raises(PressError, match="layer of 21 keys was assigned 9"):
+    with Latest()(model), pytest.raises(PressError, match=r"of 21 keys, 20 .* assigned 9;"):
         model(token_ids(1, 1), past_key_values=cache)
 
 

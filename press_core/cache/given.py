@@ -112,11 +112,11 @@ def of_inner(name: str) -> Any:
     """The `keys` or `values` of a pruned layer, which are those of the layer that it wraps."""
 
     def assign(layer: Any, states: Tensor) -> None:
-        n, n_given = getattr(layer.inner, name).shape[-2], states.shape[-2]
-        if layer.is_pruned and n_given != n:
+        n, n_given, n_kept = layer.n_slots, states.shape[-2], layer.kept.n_slots
+        if layer.is_pruned and not n_kept <= n_given <= n:  # later tokens may be taken back
             raise UnsupportedCacheError(
-                f"a pruned layer of {n} {name} was assigned {n_given}, without their positions; "
-                "let the press's compress return Eviction.keep(call, positions)"
+                f"a pruned layer of {n} {name}, {n_kept} of which a press has kept, was assigned "
+                f"{n_given}; let the press's compress return Eviction.keep(call, positions)"
             )
         setattr(layer.inner, name, states)
 
