@@ -115,6 +115,7 @@ class KvpressCompatible(Press):
         """Called by the hook after an attention forward that the scope acts in."""
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
+        passed.forward.progress[scope].depths.add(passed.site.place.depth)
         kwargs = {**passed.given.kwargs, FORWARD: (scope, passed)}
         if passed.cache is not None and "cache_position" not in kwargs:  # after transformers 5.2
             states, end = passed.hidden_states, passed.cache.get_seq_length(passed.site.layer_idx)
@@ -184,7 +185,9 @@ def _scored(method: Callable[..., Any], call: AttentionCall) -> Any:
 
     if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
         return of_keys(tokens[:, 0])
-    return torch.stack([of_keys(of_head)[:, i] for i, of_head in enumerate(tokens.unbind(1))], 1)
+    scores = [of_keys(of_head) for of_head in tokens.unbind(1)]
+    wrong = [x for x in scores if not isinstance(x, Tensor) or x.shape != call.keys.shape[:3]]
+    return wrong[0] if wrong else torch.stack([x[:, i] for i, x in enumerate(scores)], 1)
 
 
 def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[Any, ...]:

@@ -104,9 +104,7 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
     token independently; declare `independent = False` if a score depends on other tokens.
     """
 
-    @property
-    def independent(self) -> bool:
-        return True
+    independent = True
 
 
 @dataclass

@@ -105,9 +105,7 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
     score depends on other tokens.
     """
 
-    @property
-    def independent(self) -> bool:
-        return True
+    independent = True
 
 
 @dataclass

@@ -58,7 +58,7 @@ def store_decisions(
     if layer is None:
         return
     if forward is not None:
-        forward.at_failure.append(layer.mark_unusable)
+        forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
         if layer.is_first and layer.room is not None:
             forward.at_end.append(partial(need_masks_beside, layer, cache))
     seen, kept = tokens_seen(layer, None), layer.lengths().double().mean()

@@ -19,13 +19,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core import running
-from press_core.cache.caches import (
-    are_special,
-    check_prunable,
-    is_empty,
-    known,
-    pruned_layers,
-)
+from press_core.cache.caches import are_special, check_prunable, is_empty, known, pruned_layers
 from press_core.cache.memory import FIRST, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
@@ -50,7 +44,7 @@ from press_core.forward import (
 )
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
-from press_core.scope import AROUND, ScopeState
+from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
 
 GIVEN = "given"
@@ -208,6 +202,11 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
     cache, press = forward.cache, scope.press
     scope.tally.n_contexts += 1
     press.validate()  # fields may have changed since the scope opened
+    if Traits.of(press) != scope.traits:
+        raise ScopeError(
+            f"what {type(press).__name__} reads, or when it acts, has changed since its scope was "
+            "opened, with its fields or a press in them; close the scope first, and open it again"
+        )
     if press.evicts.needs_attention and getattr(cache, "offloading", False):
         raise UnsupportedCacheError(
             f"{type(press).__name__} leaves a cache that attention reads in place, which an "
@@ -266,17 +265,19 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
     if forward is None or scope is not (forward.entered or [None])[0]:
         return  # the scope does not take part, or an outer one has not left yet
     current.forward, current.reading, current.query = forward.outer, None, None
+    if failed:
+        forward.fail()
+        return
     try:
-        if failed:
-            forward.fail()
-            return
         for entered in reversed(forward.entered):
             _note_missed(entered, forward, output)
             completed = forward.is_context and not forward.n_remaining
             if completed and Phase.AFTER_DECODER in entered.traits.phases:
                 entered.press.after_decoder(entered, forward, output)
-    finally:
-        forward.end()
+    except BaseException:  # some layers were pruned, and others may not be
+        forward.fail()
+        raise
+    forward.end()
 
 
 def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
@@ -296,7 +297,6 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
     missed = filled - progress.depths  # a model may have run its first layers only
     scope.tally.missed |= missed
     if missed and progress.depths:
-        forward.fail()
         why = "".join(filter(None, (warning() for warning in scope.warnings)))
         name = type(scope.press).__name__
         raise ScopeError(f"{name} prunes some layers and not others{why}")

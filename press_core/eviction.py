@@ -12,7 +12,7 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.model.rotary import NoRotation
-from press_core.select import gather_each, is_readable
+from press_core.select import gather_each, is_dense, is_readable
 from press_core.traits import Evicts
 
 REPORT_POSITIONS = (
@@ -119,7 +119,12 @@ class Eviction:
 
     @classmethod
     def from_states(cls, call: AttentionCall, keys: Tensor, values: Tensor) -> Eviction:
-        """Keep `keys` and `values`, from a press that reports no positions, as kvpress's do."""
+        """Keep `keys` and `values`, from a press that reports no positions, as kvpress's do.
+
+        Raises:
+            PressError: if they are not the keys and values of some of the `S` tokens.
+        """
+        _check_states(call, (keys, values))
         whole = keys.shape[2] == call.length
         return cls(call, keys, values, _all_tokens(keys) if whole else None)
 
@@ -134,25 +139,20 @@ class Eviction:
         Raises:
             PressError: if it is neither, or does not fit `call`.
         """
-        if isinstance(returned, cls):
-            made_for = returned.call
-            if made_for.site is call.site and made_for.keys.shape == call.keys.shape:
-                return returned
+        if not isinstance(returned, cls):
+            is_several = isinstance(returned, (tuple, list, Iterator))
+            given = tuple(returned) if is_several else (returned,)
+            _check_states(call, given)
+            return cls.from_states(call, *given)
+        made_for = returned.call
+        if made_for.site is not call.site or made_for.keys.shape != call.keys.shape:
             raise PressError(
                 f"compress returned an Eviction of {made_for.site.name} for {call.site.name}; "
                 "make one for each call"
             )
-        is_several = isinstance(returned, (tuple, list, Iterator))
-        given = tuple(returned) if is_several else (returned,)
-        if not _are_states_of(call, given):
-            (batch, heads, length, d), d_values = call.keys.shape, call.values.shape[-1]
-            shapes = f"({batch}, {heads}, n, {d}) and ({batch}, {heads}, n, {d_values})"
-            raise PressError(
-                f"compress returned {', '.join(map(_described, given[:3])) or 'nothing'}; return "
-                f"an Eviction, or keys and values {shapes} {call.keys.dtype} on "
-                f"{call.keys.device} with 1 <= n <= {length}, taken from those that it was given"
-            )
-        return cls.from_states(call, *given)
+        keys = returned.keys if returned.channels is None else call.keys[:, :, : returned.length]
+        _check_states(call, (keys, returned.values))
+        return returned
 
     # ---- derived values --------------------------------------------------------------------------
 
@@ -164,13 +164,11 @@ class Eviction:
     @property
     def evicts(self) -> Evicts:
         """What a press has to declare to return it."""
-        per_head = self.head_mask is not None or self.late_mask is not None
-        kinds = {
-            Evicts.TOKENS: self.length < self.call.length,
-            Evicts.PER_HEAD: per_head,
-            Evicts.CHANNELS: self.channels is not None,
-        }
-        return max([kind for kind, is_set in kinds.items() if is_set] or [Evicts.NOTHING])
+        if self.channels is not None:
+            return Evicts.CHANNELS
+        if self.head_mask is not None or self.late_mask is not None:
+            return Evicts.PER_HEAD
+        return Evicts.TOKENS if self.length < self.call.length else Evicts.NOTHING
 
     @property
     def known_kept(self) -> Tensor:
@@ -242,15 +240,24 @@ def _all_tokens(keys: Tensor) -> Tensor:
 # ---- checks: of values only on a CPU, as reading them would wait for a GPU -----------------------
 
 
-def _are_states_of(call: AttentionCall, given: tuple[Any, ...]) -> bool:
-    """Whether `given` are keys and values `(B, H_kv, n, d)` that may be kept of `call`."""
-    if len(given) != 2 or not all(isinstance(x, Tensor) and x.ndim == 4 for x in given):
-        return False
-    n = given[0].shape[2]
-    return 1 <= n <= call.length and all(
-        x.shape == (*own.shape[:2], n, own.shape[3])
-        and (x.dtype, x.device) == (own.dtype, own.device)
-        for x, own in zip(given, (call.keys, call.values), strict=True)
+def _check_states(call: AttentionCall, given: tuple[Any, ...]) -> None:
+    """Raise unless `given` are keys and values `(B, H_kv, n, d)` that may be kept of `call`.
+
+    Raises:
+        PressError: with what was given and what may be.
+    """
+    keys, values = call.keys, call.values
+    are_states = len(given) == 2 and all(is_dense(x, keys) and x.ndim == 4 for x in given)
+    n = given[0].shape[2] if are_states else 0
+    allowed = [(x[:, :, :n].shape, x.dtype) for x in (keys, values)]
+    if n and [(x.shape, x.dtype) for x in given] == allowed:
+        return
+    (batch, heads, length, d), d_values = keys.shape, values.shape[-1]
+    shapes = f"({batch}, {heads}, n, {d}) and ({batch}, {heads}, n, {d_values})"
+    raise PressError(
+        f"compress returned {', '.join(map(described, given[:3])) or 'nothing'}; return an "
+        f"Eviction, or keys and values {shapes} {keys.dtype} on {keys.device} with 1 <= n <= "
+        f"{length}, taken from those that it was given"
     )
 
 
@@ -262,8 +269,8 @@ def _check_indices(
     Raises:
         PressError: with what was given and what `Eviction.<kind>` takes.
     """
-    batch, heads, is_mask, found = *call.keys.shape[:2], dtype is torch.bool, _described(given)
-    if isinstance(given, Tensor) and given.ndim == 3 and given.dtype is dtype:
+    batch, heads, is_mask, found = *call.keys.shape[:2], dtype is torch.bool, described(given)
+    if is_dense(given, call.keys) and given.ndim == 3 and given.dtype is dtype:
         n = given.shape[2]
         if given.shape[:2] == (batch, heads) and (n == size if is_mask else 1 <= n <= size):
             if is_mask or not is_readable(given) or torch.compiler.is_compiling():
@@ -281,8 +288,9 @@ def _check_indices(
     )
 
 
-def _described(given: Any) -> str:
+def described(given: Any) -> str:
     """What a press gave, for an error message: shape and dtype of a tensor, or the type."""
     if not isinstance(given, Tensor):
         return type(given).__name__
-    return f"a tensor {tuple(given.shape)} {given.dtype} on {given.device}"
+    kind = "tensor" if given.layout is torch.strided else "sparse tensor"
+    return f"a {kind} {tuple(given.shape)} {given.dtype} on {given.device}"

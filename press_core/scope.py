@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -226,11 +225,6 @@ def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
     return known
 
 
-def _on_layers_of(decoder: nn.Module) -> OnLayers:
-    """The `OnLayers` that all scopes open on one decoder share."""
-    return next((scope.on_layers for scope in _open if scope.decoder is decoder), OnLayers())
-
-
 class Scope:
     """The block `with press(model)` during which a press is installed on a model.
 
@@ -261,7 +255,8 @@ class Scope:
             state = bound_to(self.press, self.model)
             try:
                 self.press.install(state)
-                state.on_layers = _on_layers_of(state.decoder)
+                shared = (other.on_layers for other in _open if other.decoder is state.decoder)
+                state.on_layers = next(shared, state.on_layers)
                 state.on_layers.add(state)
             except BaseException:
                 state.warnings.clear()
@@ -283,12 +278,7 @@ class Scope:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.remove()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import MISSING, dataclass
 from math import isnan
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +13,10 @@ from torch import Tensor
 from press_core.budget import Amount
 from press_core.call import AttentionCall
 from press_core.errors import PressError
-from press_core.eviction import Eviction
+from press_core.eviction import Eviction, described
 from press_core.fields import limited
 from press_core.press import MeasuredPress, Press, RatioPress
-from press_core.select import top_positions
+from press_core.select import is_dense, top_positions
 from press_core.traits import Needs, Phase
 
 
@@ -24,8 +25,13 @@ class BudgetPress(Press):
     """A press that evicts nothing from a call within its budget."""
 
     def compress(self, call: AttentionCall) -> Eviction:
-        n = self.budget(call)
-        return Eviction.nothing(call) if n >= call.length else self.spend(call, n)
+        n: Any = self.budget(call)
+        if not isinstance(n, Integral) or int(n) < 1:
+            raise PressError(
+                f"{type(self).__name__} was given a budget of {n!r:.80}; `budget(call)` returns a "
+                "whole number of tokens, 1 or more"
+            )
+        return Eviction.nothing(call) if int(n) >= call.length else self.spend(call, int(n))
 
     @abstractmethod
     def spend(self, call: AttentionCall, n: int) -> Eviction:
@@ -33,7 +39,7 @@ class BudgetPress(Press):
 
 
 @dataclass
-class TokenScorer(Press):
+class TokenScorer(BudgetPress):
     """A press that gives each token a score and keeps the best.
 
     Attributes:
@@ -48,10 +54,7 @@ class TokenScorer(Press):
         """The formula: scores `(B, H_kv, S)`, floating point, higher is better."""
         raise NotImplementedError(f"{type(self).__name__} does not implement score")
 
-    def compress(self, call: AttentionCall) -> Eviction:
-        n = self.budget(call)
-        if n >= call.length:
-            return Eviction.nothing(call)
+    def spend(self, call: AttentionCall, n: int) -> Eviction:
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
     def checked_scores(self, call: AttentionCall) -> Tensor:
@@ -61,15 +64,12 @@ class TokenScorer(Press):
             PressError: with the press and what its `score` should return.
         """
         scores: Any = self.score(call)
-        expected, name = tuple(call.keys.shape[:3]), type(self).__name__
-        found: Any = type(scores).__name__
-        if isinstance(scores, Tensor):
-            shape = f"shape {tuple(scores.shape)}"
-            found = shape if scores.is_floating_point() else scores.dtype
-        if found != f"shape {expected}":
+        expected, name = call.keys.shape[:3], type(self).__name__
+        fits = is_dense(scores, call.keys) and scores.shape == expected
+        if not (fits and scores.is_floating_point() and scores.itemsize > 1):
             raise PressError(
-                f"{name}.score returned {found}; scores are a floating-point tensor "
-                f"(B, H_kv, S), here {expected}"
+                f"{name}.score returned {described(scores)}; scores are a floating-point tensor "
+                f"(B, H_kv, S) of 16 bits or more, here {tuple(expected)} on {call.keys.device}"
             )
         # NaN would rank highest. Checking the sum first takes a third of the time.
         if isnan(scores.detach().sum()) and bool(scores.isnan().any()):

@@ -80,8 +80,7 @@ def test_a_model_in_place_of_a_press_made(package, name):
 
 
 def test_numbers_of_numpy_are_numbers(package):
-    press = package.SnapKVPress(numpy.float32(0.5), window_size=numpy.int64(4))
-    assert press.window_size == 4
+    assert package.SnapKVPress(numpy.float32(0.5), window_size=numpy.int64(4)).window_size == 4
 
 
 @both

@@ -123,16 +123,7 @@ def in_form(seen, dims, form):
 
 
 def differs(
-    press,
-    ids,
-    padding,
-    mask,
-    form="sdpa",
-    *,
-    heads=1,
-    family="llama",
-    reading=None,
-    **options,
+    press, ids, padding, mask, form="sdpa", *, heads=1, family="llama", reading=None, **options
 ):
     """By how much logits of the turns after a compressed context differ from dense ones.
 

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import PressError, ScopeError, kept_lengths
+from press_core import Phase, PressError, ScopeError, kept_lengths
 from press_core.cache.pruned import CROP_TAKES_LENGTH
 from tests.support import both, build, example_for, filled, left_padded, token_ids
 
@@ -67,13 +67,27 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
         cache.layers[1].update(states, states)
 
 
+@both
+def test_an_exception_after_the_layers_leaves_no_cache_to_read(package):
+    phases, cache = Phase.PREFILL | Phase.AFTER_DECODER, DynamicCache()
+    fails = {"phases": phases, "after_decoder": lambda *_: {}["late"]}
+    press = type("Own", (package.KnormPress,), fails)(0.5)
+    with press(build("llama")) as scope:
+        for error in (KeyError, ScopeError):
+            with pytest.raises(error, match=r"late|exception ended"):
+                scope.model(token_ids(1, 20), past_key_values=cache)
+
+
 # ---- what a press returns ------------------------------------------------------------------------
 
 SCORES = {
     "nan": (lambda s: s.masked_fill(s == s.amin(), float("nan")), "NaN .*model"),
-    "short": (lambda s: s[..., 1:], r"shape \(1, 2, 19\).* here \(1, 2, 20\)"),
-    "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"shape \(1, 4, 20\)"),
-    "without heads": (lambda s: s[:, 0], r"shape \(1, 20\)"),
+    "short": (lambda s: s[..., :9], r"tensor \(1, 2, 9\).* here \(1, 2, {n}\)"),
+    "of query heads": (lambda s: s.repeat_interleave(2, dim=1), r"tensor \(1, 4, {n}\)"),
+    "without heads": (lambda s: s[:, 0], r"tensor \(1, {n}\)"),
+    "8 bits": (lambda s: s.to(torch.float8_e5m2), "float8.*16 bits"),
+    "sparse": (lambda s: s.to_sparse(), r"sparse tensor \(1, 2, {n}\)"),
+    "elsewhere": (lambda s: s.to("meta"), "on meta.* on cpu"),
     "bool": (lambda s: s > 0, "torch.bool.*floating-point"),
     "nothing": (lambda s: None, "NoneType.*floating-point"),
 }
@@ -90,14 +104,20 @@ def scoring(package, change, ratio=0.5):
     return MyPress(ratio)
 
 
+AROUND = {
+    "alone": (20, lambda p, press: press),
+    "in AdaKV": (20, lambda p, press: p.AdaKVPress(press)),
+    "after another": (15, lambda p, press: p.ComposedPress([p.KnormPress(0.25), press])),
+}
+
+
 @both
-@pytest.mark.parametrize("around", ["alone", "in AdaKV"])
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("wrong", SCORES)
 def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
-    model, (change, said) = build("llama"), SCORES[wrong]
-    press = scoring(package, change)
-    press = press if around == "alone" else package.AdaKVPress(press)
-    with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said}"):
+    model, (change, said), (n, wrapped) = build("llama"), SCORES[wrong], AROUND[around]
+    press = wrapped(package, scoring(package, change))
+    with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said.format(n=n)}"):
         model(token_ids(1, 20))
 
 

@@ -80,7 +80,7 @@ def test_fewer_channels_need_a_scope(package):
     with headwise(model):
         assert torch.equal(model(ids, past_key_values=caches[1]).logits, expected)
     caches[1].crop(-4)
-    with pytest.raises(UnsupportedCacheError, match="cannot crop 1 token"):
+    with pytest.raises(UnsupportedCacheError, match=r"cannot crop 1 token.* assistant"):
         caches[1].crop(-1)
 
 

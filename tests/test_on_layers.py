@@ -246,6 +246,16 @@ def test_a_compiled_step_that_needs_help_puts_it_back(package):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_an_exported_step_over_layers_of_different_lengths_needs_a_scope(package):
+    """Its masks are made for a single token, too."""
+    model, reads = build("llama"), torch.nn.Module()
+    with package.PerLayerCompressionPress(package.KnormPress(), [0.5, 0.25])(model):
+        cache = prefilled(model)
+    reads.forward = lambda ids: model(ids, past_key_values=cache).logits
+    with pytest.raises(ScopeError, match="different lengths"):
+        torch.export.export(reads, (NEXT,), strict=False)
+
+
 @both
 @pytest.mark.usefixtures("no_graphs_after")
 def test_they_stay_where_graphs_were_compiled_around_them(package):

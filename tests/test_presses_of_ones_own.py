@@ -14,6 +14,7 @@ from press_core import (
     Evicts,
     HyperparameterError,
     PressError,
+    ScopeError,
     UnsupportedInputError,
     kept_lengths,
 )
@@ -22,8 +23,7 @@ from tests.support import both, build, example_for, filled, token_ids
 
 def lengths(press, model=None, n=40):
     """How many of `n` tokens each head keeps, by layer."""
-    model = build("llama") if model is None else model
-    cache = filled(model, press, token_ids(2, n))
+    cache = filled(model or build("llama"), press, token_ids(2, n))
     return [layer[0].tolist() for layer in kept_lengths(cache)]
 
 
@@ -89,6 +89,23 @@ def test_a_forward_hook_that_hands_on_to_other_presses():
         hooks_impl.PrefillDecodingPress(OneAfterTheOther(*parts))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_forward_hook_that_writes_keys_itself():
+    """Right as in kvpress, where nothing counts what was evicted; a pruned layer does."""
+
+    class Latest(hooks_impl.KnormPress):
+        def forward_hook(self, module, input, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            layer.keys, layer.values = layer.keys[:, :, -9:], layer.values[:, :, -9:]
+            return output
+
+    model = build("llama")
+    assert lengths(Latest(), model) == [[9, 9]] * 2
+    cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
+    with Latest()(model), pytest.raises(PressError, match=r"of 21 keys, 20 .* assigned 9;"):
+        model(token_ids(1, 1), past_key_values=cache)
+
+
 @pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
 def test_scores_that_are_methods_of_other_kinds(kind):
     def score(module, states, keys, *others):
@@ -119,10 +136,8 @@ def test_keys_that_are_masked_are_evicted_or_it_is_refused():
     with pytest.raises(PressError, match=r"Evicts\.PER_HEAD"):
         lengths(Masking(), model)
 
-    class Declared(Masking):
-        evicts = Evicts.PER_HEAD
-
-    assert lengths(Declared(), model) == [[30, 30]] * 2
+    declared = type("Declared", (Masking,), {"evicts": Evicts.PER_HEAD})
+    assert lengths(declared(), model) == [[30, 30]] * 2
     assert not any("masked_key_indices" in vars(module) for module in model.modules())
 
 
@@ -145,6 +160,10 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
     some = type("Some", (package.KnormPress,), {"evicts": Evicts.NOTHING})
     with pytest.raises(PressError, match=r"Evicts\.TOKENS"):
         lengths(some(0.5), model)
+    for budget in (0, 9.7, None):
+        own = type("Own", (package.KnormPress,), {"budget": lambda self, call, n=budget: n})
+        with pytest.raises(PressError, match=f"budget of {budget};"):
+            lengths(package.AdaKVPress(own(0.5)))
     for trait in ("needs", "evicts", "phases"):
         with pytest.raises(HyperparameterError, match=trait):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
@@ -207,12 +226,14 @@ def test_fields_are_checked_again_before_each_context(package):
     model, press = build("llama"), package.KnormPress(0.5)
     with press(model):
         press.compression_ratio = 0.25
-        cache = DynamicCache(config=model.config)
-        model(token_ids(1, 40), past_key_values=cache)
+        cache = model(token_ids(1, 40)).past_key_values
         assert kept_lengths(cache)[0].tolist() == [[30, 30]]
         press.compression_ratio = 2.0
         with pytest.raises(HyperparameterError, match=r"ratio=2\.0.*\[0, 1\)"):
             model(token_ids(1, 40), past_key_values=DynamicCache(config=model.config))
+        press.compression_ratio, press.helper = 0.5, package.SnapKVPress(0.5)
+        with pytest.raises(ScopeError, match=r"KnormPress reads.* open it again"):
+            model(token_ids(1, 40))
 
 
 def test_a_composition_that_holds_itself(package):

@@ -40,10 +40,11 @@ class ChannelPrunedLayer(InPlaceLayer):
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         self.recent_keys = torch.cat((self.recent_keys, keys), dim=-2)
-        self.values = torch.cat((self.values, values), dim=-2)
+        self.inner.values = torch.cat((self.values, values), dim=-2)
 
     def drop_last(self, n: int) -> None:
-        self.recent_keys, self.values = self.recent_keys[..., :-n, :], self.values[..., :-n, :]
+        self.recent_keys = self.recent_keys[..., :-n, :]
+        self.inner.values = self.values[..., :-n, :]
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from press_core.cache.tokens import Kept
-from press_core.errors import UnsupportedInputError
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 
 
 def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | None:
@@ -106,6 +106,21 @@ def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
             "the press open, read the cache inside `with attention_patch.headwise(model): ...`, or "
             "pass a mask of two dimensions"
         )
+
+
+def of_inner(name: str) -> Any:
+    """The `keys` or `values` of a pruned layer, which are those of the layer that it wraps."""
+
+    def assign(layer: Any, states: Tensor) -> None:
+        n, n_given, n_kept = layer.n_slots, states.shape[-2], layer.kept.n_slots
+        if layer.is_pruned and not n_kept <= n_given <= n:  # later tokens may be taken back
+            raise UnsupportedCacheError(
+                f"a pruned layer of {n} {name}, {n_kept} of which a press has kept, was assigned "
+                f"{n_given}; let the press's compress return Eviction.keep(call, positions)"
+            )
+        setattr(layer.inner, name, states)
+
+    return property(lambda layer: getattr(layer.inner, name), assign)
 
 
 def is_cropped_before(layer: Any) -> bool:

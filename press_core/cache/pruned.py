@@ -21,6 +21,7 @@ from press_core.cache.given import (
     check_given_tokens,
     check_mask_in_use,
     is_cropped_before,
+    of_inner,
 )
 from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
@@ -29,13 +30,6 @@ from press_core.forward import OneMask, current
 
 # transformers 5.2 crops to a length; later releases take the number of tokens to remove.
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-
-
-def _of_inner(name: str) -> Any:
-    return property(
-        lambda layer: getattr(layer.inner, name),
-        lambda layer, states: setattr(layer.inner, name, states),
-    )
 
 
 class PrunedLayer(DynamicLayer):
@@ -69,8 +63,8 @@ class PrunedLayer(DynamicLayer):
         "press open while decoding: `with press(model): model.generate(...)`"
     )
 
-    keys: Any = _of_inner("keys")
-    values: Any = _of_inner("values")
+    keys: Any = of_inner("keys")
+    values: Any = of_inner("values")
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -280,10 +274,6 @@ class PrunedLayer(DynamicLayer):
         self.check_readable(key_states)
         return self.inner.update(key_states, value_states, *args, **kwargs)
 
-    def mark_unusable(self) -> None:
-        """Make every later forward raise: an exception ended the forward that pruned the layer."""
-        self.is_unusable = True
-
     def check_readable(self, keys: Tensor) -> None:
         """Raise if the layer cannot be read correctly in this forward.
 
@@ -302,10 +292,12 @@ class PrunedLayer(DynamicLayer):
         if self.needs is ReadingNeeds.NOTHING and not self.is_first:
             return
         n_new = keys.shape[2]
-        helped = current.forward is not None and (
-            current.reading is self or isinstance(current.reading, OneMask)
-        )
-        harmless = ReadingNeeds.MASK_OF_MANY if n_new == 1 else ReadingNeeds.NOTHING
+        reading = current.reading
+        helped = current.forward is not None and (reading is self or isinstance(reading, OneMask))
+        # A model that is exported, or compiled by transformers 5.2, also masks a single token.
+        traced = torch.compiler.is_compiling if CROP_TAKES_LENGTH else torch.compiler.is_exporting
+        is_unmasked = n_new == 1 and not traced()
+        harmless = ReadingNeeds.MASK_OF_MANY if is_unmasked else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
         sized = helped or self.has_sized_mask or torch.compiler.is_compiling()
@@ -349,7 +341,8 @@ class PrunedLayer(DynamicLayer):
             self.is_unusable |= is_cropped_before(self)
             raise UnsupportedCacheError(
                 f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
-                "pruning, and evicted tokens cannot be restored"
+                "pruning, and evicted tokens cannot be restored; crop no more than these, and open "
+                "no scope on the assistant of speculative decoding, whose cache is cropped"
             )
         self.drop_last(remove)
         self.memories = {
@@ -358,7 +351,7 @@ class PrunedLayer(DynamicLayer):
 
     def drop_last(self, n: int) -> None:
         """Remove the last `n` tokens of every head."""
-        self.keys, self.values = self.keys[..., :-n, :], self.values[..., :-n, :]
+        self.inner.keys, self.inner.values = (x[..., :-n, :] for x in (self.keys, self.values))
 
     def reset(self) -> None:
         self.inner, self.is_unusable = self.emptied(), False

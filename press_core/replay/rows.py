@@ -260,11 +260,7 @@ def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
 def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
     """`act`, but as a no-op in threads other than the current one, which may run the model too."""
     thread = threading.get_ident()
-
-    def act_here(*args: Any) -> Any:
-        return act(*args) if threading.get_ident() == thread else None
-
-    return act_here
+    return lambda *args: act(*args) if threading.get_ident() == thread else None
 
 
 # ---- KVCompose ---------------------------------------------------------------------------------

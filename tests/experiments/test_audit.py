@@ -17,16 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from experiments.audit import (
-    CALL,
-    CLASS,
-    INSTANCE,
-    PROCESS,
-    THREAD,
-    audit,
-    differences,
-    snapshot,
-)
+from experiments.audit import CALL, CLASS, INSTANCE, PROCESS, THREAD, audit, differences, snapshot
 from tests.support import build
 
 ATTENTION = "model.layers.0.self_attn"

@@ -31,12 +31,7 @@ from experiments.testbed.variants import (
     prefill,
     sites_of,
 )
-from press_core import (
-    UnsupportedInputError,
-    attention_sites,
-    cache_nbytes,
-    kept_lengths,
-)
+from press_core import UnsupportedInputError, attention_sites, cache_nbytes, kept_lengths
 from press_core.budget import n_kept
 from tests.support import build, snapshot, token_ids
 

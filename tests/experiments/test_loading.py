@@ -68,8 +68,7 @@ def test_a_name_that_only_the_hub_could_know(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["facts-llama", "TMP", "/no/such/folder", "./here/not/there", "two words", "a/b/c"],
+    "name", ["facts-llama", "TMP", "/no/such/folder", "./here/not/there", "two words", "a/b/c"]
 )
 def test_a_path_that_holds_no_model_is_not_looked_for_on_the_hub(name, monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "_MODELS", tmp_path)

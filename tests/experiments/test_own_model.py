@@ -103,7 +103,7 @@ LESS = {
 LESS_OF_CODE = {
     "coexistence": {
         "companion": ("nothing else", "PEFT LoRA, merged", "wrapped layers, as FSDP does")
-    },
+    }
 }
 """The same of those that run on small models of its architecture."""
 

@@ -42,10 +42,7 @@ FIRST = pd.DataFrame(
     ],
     columns=["model", "context", "batch", "press", "ratio", "first", "speed", "bytes"],
 )
-LOGITS = pd.DataFrame(
-    [(A, 0.5, 2.5), (B, 0.5, 0.125)],
-    columns=["press", "ratio", "logit_error"],
-)
+LOGITS = pd.DataFrame([(A, 0.5, 2.5), (B, 0.5, 0.125)], columns=["press", "ratio", "logit_error"])
 TABLES = {
     "quality": QUALITY,
     "evaluate": EVALUATE,

@@ -8,13 +8,7 @@ import hooks_impl
 from experiments import UserError
 from experiments.loading import load_model
 from experiments.testbed.compare import Inputs
-from experiments.testbed.recipes import (
-    DELIMITER,
-    PROMPTS,
-    press_name,
-    recipe_pair,
-    suited_pair,
-)
+from experiments.testbed.recipes import DELIMITER, PROMPTS, press_name, recipe_pair, suited_pair
 from press_core import kept_lengths
 from press_core.learned.calibration import Calibration
 from tests.support import build

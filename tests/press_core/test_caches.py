@@ -163,8 +163,5 @@ class OtherLayer(DynamicLayer):
 @pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
 def test_other_layers_are_refused_by_what_they_are(package):
     model, cache = build("llama"), cache_of(OtherLayer(), OtherLayer())
-    with (
-        package.KnormPress(0.5)(model),
-        pytest.raises(UnsupportedCacheError, match="OtherLayer"),
-    ):
+    with package.KnormPress(0.5)(model), pytest.raises(UnsupportedCacheError, match="OtherLayer"):
         model(torch.arange(3, 23)[None], past_key_values=cache)

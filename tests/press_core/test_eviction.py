@@ -1,6 +1,6 @@
 """Evictions say what is left; of several, positions count in what the first was about."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -91,13 +91,15 @@ def test_what_does_not_fit_the_call_is_refused():
     call = _call()
     k, v = call.keys, call.values
     pairs = (k[:, :, :4], v), (k[:, :1], v), (k[:, :, :0], v[:, :, :0]), (k.int(), v), (k[0], v[0])
-    longer = k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)
+    sparse, longer = (k.to_sparse(), v), (k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))
+    torn = replace(Eviction.nothing(call), values=v[:, :, 1:])
     for kind, several in (
-        (Eviction.of, (None, "kv", k, (k, v, v), longer, *pairs)),
+        (Eviction.of, (None, "kv", k, (k, v, v), torn, sparse, longer, *pairs)),
+        (lambda call, states: Eviction.from_states(call, *states), (sparse, longer, *pairs)),
         (Eviction.keep, (ALL[:, :1], ALL[..., :0], ALL.int(), [0, 1])),
         (Eviction.keep, (ALL + 1, ALL - 1, ALL.repeat(1, 1, 2), ALL.flip(-1), ALL // 2)),
         (Eviction.keep_channels, (ALL[:, 0, :2], ALL[..., :2] + k.shape[-1] - 1, None)),
-        (Eviction.keep_per_head, (ALL, ALL[..., 1:] > 0)),
+        (Eviction.keep_per_head, (ALL, ALL[..., 1:] > 0, (ALL > 0).to("meta"))),
     ):
         for bad in several:
             with pytest.raises(PressError, match=r"returned|given"):

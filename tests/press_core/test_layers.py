@@ -270,10 +270,7 @@ def some_of(n):
 
 TestAgainstLists = AgainstLists.TestCase
 TestAgainstLists.settings = settings(
-    max_examples=N_PROGRAMS,
-    stateful_step_count=12,
-    derandomize=PROFILE != "long",
-    database=None,
+    max_examples=N_PROGRAMS, stateful_step_count=12, derandomize=PROFILE != "long", database=None
 )
 
 
