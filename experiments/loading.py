@@ -37,7 +37,7 @@ def load_model(
     name: str,
     *,
     dtype: torch.dtype | str = torch.float32,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     device: torch.device | str | None = None,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -48,14 +48,15 @@ def load_model(
             id of a model on the hub, which is downloaded if it is not in the local cache.
         dtype: dtype of the loaded weights, or its name, such as "bfloat16"; the stored weights are
             converted.
-        attn_implementation: "eager", "sdpa", "flex_attention" and so on.
+        attn_implementation: "eager", "sdpa", "flex_attention" and so on; None: "sdpa", or "eager"
+            if the model does not support that.
         device: device of the model; the CPU by default. "auto" spreads it over all available
             devices, and over memory and disk if it does not fit (needs accelerate).
         model_kwargs: further arguments of `from_pretrained`.
 
     Raises:
         ModelNotFoundError: if `name` is none of the three, or the hub cannot be reached.
-        UserError: if the device cannot be used.
+        UserError: if the model or its tokenizer cannot be loaded, or the device cannot be used.
     """
     given = {"dtype": dtype, "attn_implementation": attn_implementation, **model_kwargs}
     spread = {"device_map": "auto"} if device == "auto" else {}
@@ -67,14 +68,15 @@ def load_model(
     try:
         model = AutoModelForCausalLM.from_pretrained(folder or name, **given, **spread)
         tokenizer = AutoTokenizer.from_pretrained(folder or name, **shared)
-    except OSError as error:
-        if folder is not None:
-            raise
-        raise ModelNotFoundError(
-            f"cannot load a model called {name!r}: it is neither {_SHIPPED} nor an existing "
-            "folder, and the hub gave no such model (no network, no such id, or no permission); "
-            f"the cause was: {first_line(error)}"
-        ) from error
+    except Exception as error:
+        if folder is None and isinstance(error, OSError):
+            raise ModelNotFoundError(
+                f"cannot load a model called {name!r}: it is neither {_SHIPPED} nor an existing "
+                "folder, and the hub gave no such model (no network, no such id, or no permission);"
+                f" the cause was: {first_line(error)}"
+            ) from error
+        asked = ", ".join(f"{argument}={value!r}" for argument, value in given.items())
+        raise UserError(f"cannot load {name} with {asked}: {first_line(error)}") from error
     finally:
         if bars:
             logging.enable_progress_bar()
@@ -91,14 +93,17 @@ def local_folder(name: str) -> Path | None:
     """Folder in which a model is stored; None if `name` can only be a hub id.
 
     Raises:
-        ModelNotFoundError: if `name` is neither such a folder nor a possible hub id.
+        ModelNotFoundError: if `name` is neither such a folder nor a possible hub id, or if the
+            folder has no tokenizer, for which some releases of transformers create an empty one.
     """
     folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
-    if (folder / "config.json").is_file():
+    # "tokenizer.json", "vocab.json" and the like
+    if (folder / "config.json").is_file() and any(folder.glob("*[tv]o[ck]*")):
         return folder
     if name in SHIPPED or folder.exists() or not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
-            f"there is no folder {str(folder)!r} with a config.json, as save_pretrained writes it; "
-            f"give {_SHIPPED}, the path of such a folder, or a hub id such as owner/model"
+            f"there is no folder {str(folder)!r} with a config.json and a tokenizer, as "
+            "save_pretrained of the model and of its tokenizer write them; give "
+            f"{_SHIPPED}, the path of such a folder, or a hub id such as owner/model"
         )
     return None

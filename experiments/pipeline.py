@@ -47,7 +47,9 @@ class KVPressTextGenerationPipeline(Pipeline):
     the call has no questions, "questions".
     """
 
-    _load_processor = _load_image_processor = _load_feature_extractor = False
+    _load_processor = False
+    _load_image_processor = False
+    _load_feature_extractor = False
     _load_tokenizer = True
 
     def __call__(

@@ -133,7 +133,6 @@ def _run(task: Task, versions: dict[str, str], folder: Path, console: Console) -
         figures, shown = drawn(experiment, tables)
         yield (entry := entry.model_copy(update={"figures": shown}))
         write_figures(figures, folder)
-        experiment.markdown(tables)
     except Exception as failure:
         error = in_one_line(failure)
         console.print(traceback.format_exc(), markup=False, highlight=False)

@@ -162,7 +162,7 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
     start = perf_counter()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    model, tokenizer = _model(settings)
+    model, tokenizer = loaded(settings)
     samples, press = _samples(cell.dataset, settings), cell.make(settings.seed)
     answerer = ContextAnswerer(model, tokenizer)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -196,12 +196,13 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
 
 def forget() -> None:
     """Free the cached model and samples of earlier cells."""
-    _model.cache_clear()
+    loaded.cache_clear()
     _samples.cache_clear()
 
 
 @lru_cache(maxsize=1)
-def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def loaded(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of the settings, and its tokenizer."""
     return load_model(
         settings.model,
         dtype=settings.dtype,
@@ -214,7 +215,7 @@ def _model(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 @lru_cache(maxsize=4)
 def _samples(dataset: str, settings: Settings) -> list[Sample]:
-    return load(dataset, settings, _model(settings)[1])
+    return load(dataset, settings, loaded(settings)[1])
 
 
 def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:
@@ -235,6 +236,7 @@ def _answered(
     generation = {"max_new_tokens": batch[0][0].max_new_tokens, **settings.generation}
     if settings.max_new_tokens is not None:
         generation["max_new_tokens"] = settings.max_new_tokens
+    generation["num_return_sequences"] = 1  # whatever the model's generation config says
     return answerer.answered(
         [group[0].context for group in batch],
         [[sample.question for sample in group] for group in batch],

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 from experiments import UserError
 from press_core.scope import InstalledPress
 
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+GREEDY = {
+    **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
+    **{"num_beams": 1, "num_return_sequences": 1},
+}
 """Default arguments of `generate`, which override the model's own `generation_config`."""
 
 OWN = {"attention_mask", "input_ids", "inputs", "inputs_embeds", "past_key_values", "position_ids"}

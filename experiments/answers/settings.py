@@ -1,6 +1,6 @@
 """Settings of a sweep: flags of the command line, or a YAML file with the same names.
 
-A file cannot run code: only the arguments of `generate` and `from_pretrained` in the lists below
+A file cannot run code: only the arguments of `generate` and `from_pretrained` in `settings.yaml`
 are allowed, and `trust_remote_code` can only be given as a flag.
 """
 
@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from experiments import UserError, refusing
+from experiments import UserError, data_of, refusing
 from experiments.answers.datasets import SOURCES
 from experiments.framework.wording import refused
 
@@ -29,21 +29,8 @@ STUDIED = (
 )
 """The presses of the study."""
 
-GENERATION = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
-    *("num_beams", "early_stopping", "length_penalty", "diversity_penalty"),
-    *("max_new_tokens", "min_new_tokens", "max_time", "eos_token_id"),
-    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"),
-    *("forced_eos_token_id", "exponential_decay_length_penalty", "renormalize_logits"),
-)
-"""Arguments of `generate` that a sweep may set."""
-
-MODEL_KWARGS = (
-    *("revision", "subfolder", "variant", "local_files_only", "max_memory", "low_cpu_mem_usage"),
-    *("rope_parameters", "rope_scaling", "max_position_embeddings", "sliding_window"),
-    "quantization_config",
-)
-"""Arguments of `from_pretrained` that a sweep may set."""
+_ALLOWED: dict[str, list[str]] = data_of(__file__)
+"""The arguments of `generate` and of `from_pretrained` that a sweep may set."""
 
 
 def _known(*names: str) -> AfterValidator:
@@ -156,8 +143,12 @@ class Settings(Grid):
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run code from the model's repository.")
     ] = False
-    generation: Annotated[dict[str, Any], _known(*GENERATION)] = Field(default_factory=dict)
-    model_kwargs: Annotated[dict[str, Any], _known(*MODEL_KWARGS)] = Field(default_factory=dict)
+    generation: Annotated[dict[str, Any], _known(*_ALLOWED["generation"])] = Field(
+        default_factory=dict
+    )
+    model_kwargs: Annotated[dict[str, Any], _known(*_ALLOWED["model_kwargs"])] = Field(
+        default_factory=dict
+    )
 
     def __hash__(self) -> int:
         return hash(repr(self))  # its dictionaries are not hashable

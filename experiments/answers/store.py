@@ -29,7 +29,8 @@ from experiments import UserError, refusing
 from experiments.answers.cells import Cell, Prediction, Result
 from experiments.answers.settings import SWEPT, Settings
 from experiments.framework.environment import environment_info
-from experiments.framework.manifest import write_at_once
+from experiments.framework.manifest import check_writable, write_at_once
+from experiments.framework.results import csv_of
 from experiments.loading import local_folder
 
 SETUP, CELLS, RESULTS, PREDICTIONS = "setup.json", "cells", "results.csv", "predictions.csv"
@@ -55,12 +56,9 @@ class Store:
             UserError: if the folder holds results of another set-up, or other files that would be
                 overwritten, or if it cannot be written to.
         """
-        self.folder = folder
-        if folder.is_file():
-            raise UserError(f"{folder} is a file, not a folder; give another --output")
-        content = json.dumps(setup, indent=2, default=str)
+        self.folder, self._setup = folder, json.dumps(setup, indent=2, default=str)
         if os.path.lexists(folder / SETUP):
-            self._check_setup(json.loads(content))
+            self._check_setup()
             return
         for name in (CELLS, RESULTS, PREDICTIONS):
             if os.path.lexists(folder / name):
@@ -68,10 +66,10 @@ class Store:
                     f"{folder} has {name}, which no sweep has written there and which would be "
                     "lost; give another --output"
                 )
-        self._write(SETUP, f"{content}\n")
+        check_writable(folder)
 
-    def _check_setup(self, setup: dict[str, Any]) -> None:
-        path = self.folder / SETUP
+    def _check_setup(self) -> None:
+        path, setup = self.folder / SETUP, json.loads(self._setup)
         try:
             former = dict(json.loads(path.read_bytes()).items())
         except (OSError, AttributeError, ValueError, RecursionError) as error:
@@ -105,8 +103,13 @@ class Store:
         """Save a finished cell.
 
         Raises:
-            UserError: if it cannot be written, or another sweep has written it meanwhile.
+            UserError: if it cannot be written, or another sweep has written it meanwhile, or cells
+                of another set-up.
         """
+        # A folder without cells holds no set-up, so settings that gave none can be corrected.
+        if not os.path.lexists(self.folder / SETUP):
+            self._write(SETUP, f"{self._setup}\n")
+        self._check_setup()
         name = f"{CELLS}/{hashlib.sha256(result.cell.key.encode()).hexdigest()[:16]}.json"
         if (self.folder / name).exists():
             raise UserError(
@@ -116,7 +119,7 @@ class Store:
         self._write(name, json.dumps(result.model_dump(), ensure_ascii=False))
 
     def write_tables(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:
-        """Write the two tables of all cells.
+        """Write the two tables of all cells, if there are any.
 
         Returns:
             A row per finished cell: those of `cells` in their order, then all others.
@@ -133,8 +136,9 @@ class Store:
             ),
             (*OF_A_CELL, "press_text", *Prediction.model_fields),
         )
-        self._write(RESULTS, results.to_csv(index=False, lineterminator="\n"))
-        self._write(PREDICTIONS, predictions.to_csv(index=False, lineterminator="\n"))
+        for name, table in {RESULTS: results, PREDICTIONS: predictions}.items():
+            if finished:
+                self._write(name, csv_of(table))
         return results
 
 
@@ -176,7 +180,8 @@ def code_digest() -> str:
 def model_fingerprint(name: str) -> str:
     """The commit of a hub model, or a digest of the files of a local folder."""
     if (folder := local_folder(name)) is None:
-        return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
+        with refusing(f"{name!r} is neither a folder nor a model that the hub gives", OSError):
+            return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
     return _digest([path for pattern in _WEIGHTS for path in folder.glob(pattern)], folder)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from experiments.answers.cells import Cell, plan, run_cell
+from experiments.answers.cells import Cell, loaded, plan, run_cell
 from experiments.answers.engines import Failure, Outcomes, on_ray, serial
 from experiments.answers.settings import Settings, settings_from
 from experiments.answers.store import Store, setup_of
@@ -43,6 +43,8 @@ def sweep(
     waiting = [cell for cell in cells if cell not in finished]
     if len(waiting) < len(cells):
         console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
+    if waiting and not ray:
+        loaded(settings)  # once, so that an error is not repeated for every cell
     run = partial(run_cell, settings)
     outcomes = on_ray(waiting, run, **ray) if ray else serial(waiting, run)
     failures = {}

@@ -224,6 +224,7 @@ class Experiment(ABC, Generic[OptionsT]):
             raise LeftOutError(self.left_out)
         model = (own.model,) if isinstance(quick.model, tuple) else own.model
         loaded = {"model": model, "dtype": own.dtype, "device": own.device}
+        loaded["attn_implementation"] = own.attn
         loaded = {name: value for name, value in loaded.items() if hasattr(quick, name)}
         return replace(quick, **(loaded | changed))
 

@@ -36,6 +36,7 @@ class OwnModel:
         keeps_all: whether all layers keep all tokens, so that none is a sliding window.
         presses: names of the presses that can be opened on it, with both mechanisms.
         token_seconds, step_seconds: seconds per prefill token, and per decode step.
+        attn: its attention implementation.
     """
 
     model: str
@@ -50,6 +51,7 @@ class OwnModel:
     presses: tuple[str, ...]
     token_seconds: float
     step_seconds: float
+    attn: str = "sdpa"
 
     @property
     def flags(self) -> str:

@@ -8,6 +8,7 @@ another layout without running anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -57,8 +58,16 @@ class Part(NamedTuple):
 def write_tables(tables: Tables, folder: Path) -> None:
     """Write tables as CSV files, named after them, into an existing folder."""
     for name, table in tables.items():
-        text = table.to_csv(index=False, lineterminator="\n")
-        write_at_once(folder / f"{name}.csv", text.encode())
+        write_at_once(folder / f"{name}.csv", csv_of(table).encode())
+
+
+def csv_of(table: pd.DataFrame) -> str:
+    """A table as CSV, in which cells with line breaks or carriage returns are quoted."""
+    # Before Python 3.13 a cell is quoted only if it holds a character of the line end. Splitting at
+    # quotes leaves what is outside of them in every second part.
+    parts = table.to_csv(index=False, lineterminator="\r\n").split('"')
+    parts[::2] = [part.replace("\r\n", "\n") for part in parts[::2]]
+    return '"'.join(parts)
 
 
 def write_figures(figures: Mapping[str, Figure], folder: Path) -> None:
@@ -87,7 +96,10 @@ def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure],
 
     Raises:
         ValueError: if a figure's name does not start with the experiment's.
+        Exception: of any type, if the tables lack something that the report shows.
     """
+    experiment.markdown(tables)
+    experiment.contrasts(tables)
     figures = experiment.figures(tables)
     check_names(experiment.name, figures)
     return figures, {name: str(figure.get_label()) for name, figure in figures.items()}
@@ -108,14 +120,16 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
                 f"{folder} holds results of {name!r}, which is not an experiment any more; there "
                 f"are {', '.join(known)}; run the study again"
             )
-        paths = {table: folder / f"{table}.csv" for table in entry.tables}
-        if entry.error:  # it may have failed before all tables were written
-            paths = {table: path for table, path in paths.items() if path.exists()}
-        tables = {table: read_table(path) for table, path in paths.items()}
+        tables: Tables = {}
+        for stem in entry.tables:
+            # A failed experiment may have left no table, or one without rows.
+            with suppress(UserError) if entry.error else nullcontext():
+                tables[stem] = read_table(folder / f"{stem}.csv")
         part = Part(known[name], tables, entry)
         missing = f"{folder} lacks a table, a column or values of {name!r}"
-        with refusing(missing, LookupError, TypeError, ValueError, advice="; run the study again"):
-            _ = part.findings
+        with refusing(missing, Exception, advice="; run the study again"):
+            if not entry.error:
+                drawn(part.experiment, tables)
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
         others = table[table["shift"] != 0].groupby(["experiment", "finding"])["number"].agg(tuple)

@@ -46,6 +46,7 @@ from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.loading import load_model, short_name
 from experiments.testbed import streams
+from experiments.testbed.getting_to_know import trained_length
 from experiments.testbed.streams import FULL, IN_CACHE, RECOMPUTED, SINKS, STREAMED, WINDOW, Size
 
 BROKEN = 0.1
@@ -89,10 +90,10 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
 
     Raises:
         UserError: if too few tokens are streamed for bounded caches to evict during a few
-            stretches.
+            stretches, or a cache is too small for its attention sinks.
         PressError: if no press can be opened on `model`.
     """
-    trained = int(getattr(model.config, "max_position_embeddings", 1024))
+    trained = trained_length(model)
     size = Size(
         options.tokens,
         min(trained, 1024) - 1 if options.capacity is None else options.capacity,
@@ -105,6 +106,8 @@ def size_for(model: PreTrainedModel, options: Options) -> Size:
             f"{size.tokens:,} tokens are too few to see what a cache of {size.capacity:,} evicts; "
             f"give --tokens {size.shortest} or more, or a smaller --capacity"
         )
+    if size.capacity <= size.n_sink:
+        raise UserError(f"--capacity is {size.capacity}; give more than --n-sink, {size.n_sink}")
     for press in filter(None, map(size.press, STREAMED)):
         press.register(model).remove()
     return size
@@ -183,9 +186,10 @@ def find_pace(streaming: pd.DataFrame) -> Finding:
     """Whether time per token stays constant along a stream."""
     full, *bounded = (slowdown(rows_of(streaming, cache)) for cache in STREAMED)
     *least, most = dict.fromkeys(map("{:.2f}".format, sorted(bounded)))  # one, if they print alike
+    than_full = "" if np.isnan(full) else f", {full:.2f} in a full one"  # it may end too early
     text = (
         f"Tokens in a stream's last quarter take {f'{least[0]} to ' if least else ''}**{most}** "
-        f"times as long as in its second with bounded caches, {full:.2f} in a full one."
+        f"times as long as in its second with bounded caches{than_full}."
     )
     return Finding("pace", text, evidence=Evidence.TIME)
 

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 import attention_patch.scope
 import hooks_impl.mechanism
 import patch_impl.mechanism
+from experiments import data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
@@ -42,17 +43,8 @@ _MECHANISMS = {
     "hook": (hooks_impl.mechanism,),
     "patch": (patch_impl.mechanism, attention_patch.scope),
 }
-_CALLED = {
-    ("hook", "_before"): "pre-hook",
-    ("hook", "_collect"): "hook on the query projection",
-    ("hook", "_attention"): "forward hook",
-    ("hook", "_enter"): "pre-hook of the decoder",
-    ("hook", "_leave"): "hook of the decoder",
-    ("patch", "_attention"): "wrapper",
-    ("patch", "see_query"): "interception of the attention function",
-    ("patch", "around_decoder"): "wrapper of the decoder",
-}
-"""Names in events of the functions that a mechanism installs."""
+_CALLED: dict[str, dict[str, str]] = data_of(__file__)
+"""By mechanism, names in events of the functions that it installs."""
 _ATTENDED = "attention has run over"
 
 
@@ -141,7 +133,7 @@ class Recorder:
                 self._note(layer, f"{name} prunes {_text(before[layer])} → {_text(held)}")
 
     def _name(self, code: CodeType) -> str:
-        return _CALLED.get((self.mechanism, code.co_name), "")
+        return _CALLED[self.mechanism].get(code.co_name, "")
 
     def _holds(self) -> Held:
         own = {site.layer_idx for site in self._sites.values()}

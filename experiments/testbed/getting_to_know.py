@@ -19,9 +19,6 @@ from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, attention_sites
 
-_LEAST_WORDS = 32
-"""Smallest vocabulary of a tokenizer that is not empty."""
-
 PROBE, STEPS = 256, 5
 """Tokens of the timed prefill, and number of decode steps after it."""
 
@@ -33,11 +30,7 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         ModelNotFoundError: if there is no such model.
         UserError: if the model or its tokenizer cannot be loaded, or no layer can be pruned.
     """
-    with refusing(f"cannot load {name} with its tokenizer", ImportError, OSError, ValueError):
-        model, tokenizer = load_model(name, dtype=dtype, device=device)
-        # Without tokenizer files, some releases of transformers create an empty tokenizer.
-        if len(tokenizer) < _LEAST_WORDS:
-            raise ValueError(f"its tokenizer has only {len(tokenizer)} tokens")
+    model, _ = load_model(name, dtype=dtype, device=device)
     with refusing(f"no press can prune {name}", PressError):
         sites = attention_sites(model)
     config = model.config.get_text_config()
@@ -49,12 +42,13 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         dtype=dtype,
         device=device,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trained=_trained(config),
+        trained=trained_length(model),
         heads=sum(site.num_kv_heads for site in sites),
         keeps_all=len(sites) == config.num_hidden_layers,
         presses=tuple(press for press in hooks_impl.PRESSES if _opens(press, model)),
         token_seconds=token_seconds,
         step_seconds=step_seconds,
+        attn=model.config._attn_implementation,
     )
 
 
@@ -63,7 +57,9 @@ def full_name(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def _trained(config: Any) -> int:
+def trained_length(model: PreTrainedModel) -> int:
+    """The longest context that a model was trained for; 2,048 if its configuration names none."""
+    config: Any = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or 2048)
 
 
@@ -79,7 +75,7 @@ def _opens(name: str, model: PreTrainedModel) -> bool:
 def _pace(model: PreTrainedModel) -> tuple[float, float]:
     """Seconds per token of a prefill, and seconds per decode step."""
     config = model.config.get_text_config()
-    length = min(PROBE, max(2, _trained(config) - STEPS))
+    length = min(PROBE, max(2, trained_length(model) - STEPS))
     ids = Inputs.random(config.vocab_size, [length]).context.to(model.device)
 
     model(input_ids=ids[:, :2], use_cache=True)  # warm-up

@@ -215,7 +215,7 @@ def test_rows_of_other_tasks_are_left_out(hub, tokenizer):
     data = hub("ruler", {"8192/test.jsonl": rows})
     found = load("ruler/vt@8192", 9, 0, tokenizer, data=data)
     assert [sample.answers for sample in found] == [("vt",), ("vt",)]
-    with pytest.raises(UserError, match=r"no rows .*'cwe'"):
+    with pytest.raises(UserError, match=rf"no rows .*'cwe' in {data}"):
         load("ruler/cwe@8192", 9, 0, tokenizer, data=data)
 
 

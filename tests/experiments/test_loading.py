@@ -1,10 +1,12 @@
 """Models by short name, by path and by hub id, and errors that say what to give instead."""
 
+import shutil
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from experiments import UserError, loading
@@ -45,6 +47,11 @@ def test_defaults_are_float32_and_sdpa(folder):
     assert model.config.max_position_embeddings == 77
 
 
+def test_a_model_without_sdpa_is_loaded_with_eager_attention(folder, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
+    assert load_model(str(folder))[0].config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_transformers_shows_progress_as_before(folder, enabled):
     before = logging.is_progress_bar_enabled()
@@ -71,18 +78,28 @@ def test_a_name_that_only_the_hub_could_know(name):
     "name", ["facts-llama", "TMP", "/no/such/folder", "./here/not/there", "two words", "a/b/c"]
 )
 def test_a_path_that_holds_no_model_is_not_looked_for_on_the_hub(name, monkeypatch, tmp_path):
+    build("llama", num_layers=1).save_pretrained(tmp_path)  # without a tokenizer
     monkeypatch.setattr(loading, "_MODELS", tmp_path)
     hub = loading.AutoModelForCausalLM
     monkeypatch.setattr(hub, "from_pretrained", lambda *_, **__: pytest.fail("asked the hub"))
     name = name.replace("TMP", str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match=r"config\.json") as no:
+    with pytest.raises(ModelNotFoundError, match=r"config\.json and a tokenizer") as no:
         load_model(name)
     assert Path(name).name in str(no.value)
 
 
-def test_a_broken_model_is_not_said_to_be_missing(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(Exception, match="config") as caught:
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{", "config"),
+        ("config.json", '{"model_type": "lama"}', "`lama`"),
+        ("model.safetensors", "{", "header"),
+    ],
+)
+def test_a_broken_model_is_not_said_to_be_missing(folder, tmp_path, name, content, words):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=f"{tmp_path}.*{words}") as caught:
         load_model(str(tmp_path))
     assert not isinstance(caught.value, ModelNotFoundError)
 

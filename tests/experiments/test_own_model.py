@@ -13,16 +13,15 @@ from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from experiments import EXPERIMENTS, UserError, load_experiments
+from experiments import EXPERIMENTS, load_experiments
 from experiments.framework.manifest import read_manifest
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plan import plan_on
-from experiments.loading import ModelNotFoundError
 from experiments.questions import evaluate
 from experiments.study import run_plan
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
-from tests.experiments.tiny import cli
+from tests.experiments.tiny import REFUSED, cli
 from tests.support import build
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
@@ -198,22 +197,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
     assert f"holds a study of {folder}" in " ".join(other.stderr.split())
 
 
-OWN = ["--model", "you/yours"]
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ([*OWN, "--only", "quality"], "on you/yours quality is"),
-        ([*OWN, "--only", "nothing"], "'nothing' is unknown"),
-        ([*OWN, "--full"], "--full is for"),
-        ([*OWN, "--device", "nowhere"], "cannot use 'nowhere'"),
-        ([*OWN, "--dtype", "int8"], "choose from float32, bfloat16, "),
-        (["--device", "meta"], "give --model too"),
-        (["--dtype", "bfloat16"], "give --model too"),
-        ([*OWN, "--output", "foreign"], "trace.csv was not written"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), REFUSED["studies"].items())
 def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foreign").mkdir()
@@ -224,22 +208,12 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
         return an_own_model()
 
     monkeypatch.setattr("experiments.study.get_to_know", known)
-    refused = cli("study", *args)
+    refused = cli("study", *args.split())
     assert refused.exit_code == 2, refused.exception
     assert words in " ".join(refused.stderr.split())
 
 
 # ---- getting to know a model ---------------------------------------------------------------------
-
-
-def test_a_model_without_its_tokenizer_is_refused(folders, tmp_path):
-    for path in folders["llama"].iterdir():
-        if "tokenizer" not in path.name:
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(UserError, match=f"{tmp_path} .*tokenizer"):
-        get_to_know(str(tmp_path))
-    with pytest.raises(ModelNotFoundError):
-        get_to_know(str(tmp_path / "nothing"))
 
 
 def test_what_is_known_of_a_model(folders):
@@ -257,13 +231,15 @@ def tasks_on(own: OwnModel):
 
 
 def test_what_is_planned_takes_as_long_as_its_tokens_and_steps():
-    own = an_own_model(dtype="bfloat16")
+    own = an_own_model(dtype="bfloat16", attn="eager")
     assert Planned(None, tokens=100, steps=7, seconds=2).duration(own) == pytest.approx(3.7)
     assert Planned(None).duration(own) is None
     slow, usual = replace(own, step_seconds=1.0), tasks_on(own)
     slower = {name: task.planned.duration(slow) for name, task in tasks_on(slow).items()}
     more = {n for n, took in slower.items() if took and took > usual[n].planned.duration(own)}
     assert {"equivalence", "overhead", "evaluate", "streaming", "trace"} <= more
+    assert usual["equivalence"].planned.options.attn == ("eager",)
+    assert usual["evaluate"].planned.options.attn_implementation == "eager"
     study = "python -m experiments study --model you/yours --dtype bfloat16"
     assert usual["trace"].repeat == f"{study} --only trace"
 

@@ -22,6 +22,7 @@ from tests.experiments.sweeping import SMALL
 
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
 REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+MADE = yaml.safe_load(Path(__file__).with_name("presses.yaml").read_text("utf-8"))
 DECODING = "DecodingPress(KnormPress())"
 DUO = "DuoAttentionPress(head_compression_ratio=ratio)"
 
@@ -29,31 +30,10 @@ DUO = "DuoAttentionPress(head_compression_ratio=ratio)"
 # ---- presses as text ---------------------------------------------------------------------------
 
 
-BOTH = "ComposedPress([KnormPress({}), TOVAPress({})])"
-
-
-@pytest.mark.parametrize(
-    ("text", "amount", "python"),
-    [
-        ("SnapKVPress", 0.25, "SnapKVPress(0.25)"),
-        ("SnapKVPress()", 0.25, "SnapKVPress(0.25)"),
-        ("SnapKVPress(0.9, window_size=8)", 0.25, "SnapKVPress(0.25, window_size=8)"),
-        ("AdaKVPress(SnapKVPress(), 0.1)", 0.25, "AdaKVPress(SnapKVPress(0.25), 0.1)"),
-        ("RandomPress", 0.25, "RandomPress(0.25, seed=7)"),
-        ("RandomPress(seed=3)", 0.25, "RandomPress(0.25, seed=3)"),
-        (BOTH.format("ratio", "ratio"), 0.25, BOTH.format(0.25, 0.25)),
-        (DUO, 0.25, "DuoAttentionPress(head_compression_ratio=0.25)"),
-        ("SnapKVPress", Tokens(24), "SnapKVPress(Tokens(24))"),
-        ("AdaKVPress(SnapKVPress())", Tokens(24), "AdaKVPress(SnapKVPress(Tokens(24)))"),
-        (DECODING, Tokens(24), "DecodingPress(KnormPress(), target_size=24)"),
-        (BOTH.format(0.5, "Tokens(budget)"), Tokens(24), BOTH.format(0.5, "Tokens(24)")),
-        ("SimLayerKVPress(n_recent=budget)", Tokens(24), "SimLayerKVPress(n_recent=24)"),
-        ("KnormPress(Tokens(8, 0.5))", None, "KnormPress(Tokens(8, 0.5))"),
-    ],
-)
+@pytest.mark.parametrize(("text", "amount", "python"), MADE)
 def test_a_press_is_what_its_text_says(text, amount, python):
     for mechanism, package in (("hook", hooks_impl), ("patch", patch_impl)):
-        press = make_press(text, mechanism, amount, 7)
+        press = make_press(text, mechanism, eval(amount), 7)
         assert press == eval(python, {**vars(package), "Tokens": Tokens})
         assert make_press(repr(press), mechanism, None, 0) == press
 

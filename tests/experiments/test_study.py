@@ -19,7 +19,18 @@ from experiments.framework.plots import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, write_report
 from experiments.framework.results import read_parts, read_table, write_tables
-from tests.experiments.tiny import BROKEN, ONE, TWO, cli, failing, line_figure, note, study, tiny
+from tests.experiments.tiny import (
+    BROKEN,
+    ONE,
+    REFUSED,
+    TWO,
+    cli,
+    failing,
+    line_figure,
+    note,
+    study,
+    tiny,
+)
 
 
 class Page(HTMLParser):
@@ -79,8 +90,9 @@ def missing(tables):
     [
         ({"measure": failing}, "RuntimeError: no <luck> [today]"),
         ({"measure": ONE.measure}, "'one' is no name"),
+        ({"measure": lambda *_: {"bad": pd.DataFrame({"x": []})}}, "UserError: cannot read the"),
         *(({part: missing}, "KeyError: 'column'") for part in ("figures", "findings", "views")),
-        ({"remarks": missing}, "KeyError: 'column'"),
+        *(({part: missing}, "KeyError: 'column'") for part in ("remarks", "contrasts")),
     ],
 )
 def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path, changed, error):
@@ -88,7 +100,8 @@ def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path, change
     assert failed == ["bad"]
     assert "Traceback" in printed
     assert {"one.csv", "one.svg", "two.csv", "two.svg"} <= {p.name for p in tmp_path.iterdir()}
-    assert (tmp_path / "bad.csv").exists() == ("measure" not in changed)
+    unwritten = (failing, ONE.measure)
+    assert (tmp_path / "bad.csv").exists() == (changed.get("measure") not in unwritten)
     assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 3.5]
     shown = Page(tmp_path).text
     assert error in shown
@@ -137,7 +150,7 @@ def test_csv_files_keep_values(tmp_path):
     table = pd.DataFrame(
         {
             "float": [0.1 + 0.2, 1e-17, float("nan")],
-            "word": ["None", "NA", "null"],
+            "word": ["None", 'a\r"b\r\nc"', "null"],
             "flag": [True, False, True],
             "n": [1.0, float("nan"), 3.0],
         }
@@ -217,16 +230,7 @@ def test_long_tables_are_cut_and_say_so(tmp_path):
     assert str(100_000 + MAX_ROWS) not in shown
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("No number at all.", "one number in bold"),
-        ("**5** and **6**", "one number in bold"),
-        ("**5 of 6**", "one number in bold"),
-        ("**five**", "one number in bold"),
-        ("**5** " + "word " * 25, "26 words, more than 25"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), REFUSED["findings"].items())
 def test_a_finding_is_short_and_has_one_number(text, words):
     with pytest.raises(ValueError, match=words):
         Finding("name", text)
@@ -343,6 +347,8 @@ def test_report_refuses_a_folder_that_holds_no_study(registered, finished, tmp_p
 
 
 def test_tables_that_are_not_those_of_the_experiment(folder):
+    with pytest.raises(UserError, match="of 'one': 'column'"):
+        write_report(folder, [tiny("one", figures=missing), TWO])
     (folder / "one.csv").write_text("y\n1\n")
     with pytest.raises(UserError, match="of 'one': 'x'"):
         write_report(folder, [ONE, TWO])

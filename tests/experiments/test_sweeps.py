@@ -196,6 +196,14 @@ def test_an_output_that_cannot_be_is_told_before_the_work(tmp_path, monkeypatch)
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_model_that_cannot_be_loaded_is_told_once_and_can_be_corrected(tmp_path):
+    result = call("--output", tmp_path, "--device", "abacus")
+    assert "device 'abacus'" in str(result.exception), result.output
+    assert "abacus" not in result.output
+    result = call("--output", tmp_path, "--press", "KnormPress", "--ratio", "0.5")
+    assert result.exit_code == 0, result.exception
+
+
 def test_a_cell_that_fails_takes_nothing_from_the_others(tmp_path):
     wrong = "PerLayerCompressionPress(SnapKVPress(window_size=8), [ratio])"
     settings = replace(ONE, press=(wrong, "KnormPress"))
@@ -209,15 +217,19 @@ def test_a_cell_that_fails_takes_nothing_from_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"), [("seed", 1), ("versions", {"torch": "2"}), ("samples", 3)]
 )
-def test_set_ups_are_not_mixed(tmp_path, name, value):
-    Store(tmp_path, SETUP)
-    Store(tmp_path, SETUP | {"made_with": {"date": "later"}})
+def test_set_ups_are_not_mixed(copied, name, value):
+    """Neither by a later sweep, nor by one that began before there was a cell."""
+    Store(copied, SETUP | {"made_with": {"date": "later"}})
     with pytest.raises(UserError, match=f"{name} was .*another --output"):
-        Store(tmp_path, SETUP | {name: value})
+        Store(copied, SETUP | {name: value})
+    earlier = Store(copied / "new", SETUP | {name: value})
+    run_sweep(ONE, copied / "new")
+    with pytest.raises(UserError, match=f"{name} was .*another --output"):
+        earlier.save(next(iter(earlier.finished().values())))
 
 
 def test_predictions_come_back_as_they_were(tmp_path):
-    told = [(0, "12e4", "007", 1.0), (1, "3456", ' a,\n"b" ', 0.1), (2, "0", "\ud800", 0.0)]
+    told = [(0, "12e4", "007", 1.0), (1, "3456", ' a,\n"b"\rc ', 0.1), (2, "0", "\ud800", 0.0)]
     rows = [
         Prediction(
             sample=i, context=c, question="q", answers=["1"], prediction=p, metric="f1", score=s
@@ -233,7 +245,7 @@ def test_predictions_come_back_as_they_were(tmp_path):
     assert row["score"] == pytest.approx(1.1 / 3)
     table = pd.read_csv(tmp_path / "predictions.csv", dtype=str, keep_default_na=False)
     assert list(table["context"]) == ["12e4", "3456", "0"]
-    assert list(table["prediction"]) == ["007", ' a,\n"b" ', "?"]
+    assert list(table["prediction"]) == ["007", ' a,\n"b"\rc ', "?"]
     assert json.loads(table["answers"][0]) == ["1"]
 
 

@@ -3,11 +3,13 @@
 import json
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Annotated
 from unittest.mock import patch
 
 import pandas as pd
 import typer
+import yaml
 from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,6 +22,7 @@ from experiments.framework.tables import ResultTable
 from experiments.study import run_plan
 
 COMMIT = "0" * 40
+REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from experiments import UserError, library, refusing
+from experiments import UserError, data_of, library, refusing
 from experiments.answers.metrics import UNKNOWN
 from experiments.answers.sample import Sample, Wanted
 
@@ -65,7 +64,8 @@ def make(name: str, wanted: Wanted) -> list[Sample]:
     published, settings = SETS[name], wanted.settings
     samples = list(samples_of(published, name, wanted))
     if not samples:
-        raise UserError(f"{name} has no rows of the task {wanted.task!r} in {published.hub}")
+        place = settings.data or published.hub
+        raise UserError(f"{name} has no rows of the task {wanted.task!r} in {place}")
     # Chosen at random, and kept in the order of the rows.
     few = min(settings.samples, len(samples))
     chosen = random.Random(settings.seed).sample(range(len(samples)), few)
@@ -90,8 +90,9 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
         f"{published.hub} as {name}/"
     )
     what = f"cannot load {name} ({task}) from {source}"
-    with refusing(what, OSError, ValueError, RuntimeError, StopIteration, advice=advice):
-        rows = library("datasets").load_dataset(source, **where)
+    load_dataset = library("datasets").load_dataset
+    with refusing(what, Exception, advice=advice):  # the types depend on the files
+        rows = load_dataset(source, **where)
     needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
     if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
         raise UserError(
@@ -138,6 +139,5 @@ def _answers(value: Any) -> tuple[str, ...]:
     return tuple(str(answer) for answer in values if answer is not None and str(answer).strip())
 
 
-_TEXT = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-SETS = TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(_TEXT))
+SETS = TypeAdapter(dict[str, Published]).validate_python(data_of(__file__))
 """Every published set by its name."""

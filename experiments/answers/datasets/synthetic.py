@@ -95,7 +95,8 @@ def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> l
     return list(words)
 
 
-_SENTENCES: list[str] = data_of(__file__)
+_SENTENCES, _HABITS = data_of(__file__).values()
+"""Filler sentences, and pairs of what people do and the question about it."""
 
 
 def _noise(rng: random.Random, n: int) -> list[str]:
@@ -185,14 +186,6 @@ def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
         f"The {wanted} words that come most often are",
         tuple(words[:wanted]),
     )
-
-
-_HABITS = (
-    ("keeps the {} in the kitchen", "What does {} keep in the kitchen?"),
-    ("once found the {} on the beach", "What did {} once find on the beach?"),
-    ("would never sell the {}", "What would {} never sell?"),
-    ("is afraid of the {}", "What is {} afraid of?"),
-)
 
 
 def _questions(rng: random.Random, amount: int) -> Draft:

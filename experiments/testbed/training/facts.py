@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from experiments.testbed.facts import UNSEEN, FactBatch, Task, answer_unseen, build_tokenizer, draw
-from experiments.testbed.training.loop import descend, save, untrained
+from experiments.testbed.training.loop import descend, untrained
 
 STAGES: tuple[tuple[int, int], ...] = (
     *((8, 4), (16, 4), (16, 8), (32, 8), (64, 12)),
@@ -120,7 +120,8 @@ def train(
 
     descend(model, optimizer, steps, warmed_up, curriculum.loss, curriculum_steps)
     descend(model, optimizer, range(decay_steps), decayed, curriculum.mixed_loss, decay_steps)
-    save(model, build_tokenizer(), output)
+    model.save_pretrained(output)
+    build_tokenizer().save_pretrained(output)
     print(evaluate(model).to_string(float_format="{:.1%}".format))
 
 

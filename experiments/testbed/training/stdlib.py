@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments.loading import load_model
 from experiments.testbed.stdlib_text import token_stream
-from experiments.testbed.training.loop import descend, save, untrained
+from experiments.testbed.training.loop import descend, untrained
 
 LENGTH = 256
 """Tokens in a training sequence, ``<bos>`` included."""
@@ -120,7 +120,8 @@ def fit(
         return objective(_draw(text.train, generator), step)
 
     descend(model, optimizer, range(steps), rate, loss, steps)
-    save(model, text.tokenizer, output)
+    model.save_pretrained(output)
+    text.tokenizer.save_pretrained(output)
     report(model, text.held_out)
 
 
