@@ -97,8 +97,8 @@ def local_folder(name: str) -> Path | None:
             folder has no tokenizer, for which some releases of transformers create an empty one.
     """
     folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
-    # "tokenizer.json", "vocab.json" and the like
-    if (folder / "config.json").is_file() and any(folder.glob("*[tv]o[ck]*")):
+    has_tokenizer = any("token" in path.name or "vocab" in path.name for path in folder.glob("*"))
+    if has_tokenizer and (folder / "config.json").is_file():
         return folder
     if name in SHIPPED or folder.exists() or not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(

@@ -104,7 +104,9 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
     token independently; declare `independent = False` if a score depends on other tokens.
     """
 
-    independent = True
+    @property
+    def independent(self) -> bool:
+        return True
 
 
 @dataclass

@@ -109,7 +109,7 @@ class PyramidKVPress(formulas.PyramidKV, SnapKVPress): ...
 # ---- Presses around other presses ----------------------------------------------------------------
 
 
-class CriticalKVPress(formulas.CriticalKV, ScorerPress): ...  # type: ignore[misc, override]
+class CriticalKVPress(formulas.CriticalKV, ScorerPress): ...  # type: ignore[misc]
 
 
 class AdaKVPress(formulas.AdaKV, BasePress): ...

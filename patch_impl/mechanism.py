@@ -105,7 +105,9 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
     score depends on other tokens.
     """
 
-    independent = True
+    @property
+    def independent(self) -> bool:
+        return True
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Checks of masks and tokens passed to a model outside any scope.
+"""Checks of what a user gives to pruned layers: masks, tokens and states.
 
 The model queries a cache layer for the number of mask columns without passing the mask. Where a
 caller's mask would be applied to the wrong keys, these checks find it on the call stack and raise
@@ -108,19 +108,18 @@ def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
         )
 
 
-def of_inner(name: str) -> Any:
-    """The `keys` or `values` of a pruned layer, which are those of the layer that it wraps."""
+def check_given_states(layer: Any, name: str, states: Tensor) -> None:
+    """Raise if other `keys` or `values` are assigned to a pruned layer than tokens taken back.
 
-    def assign(layer: Any, states: Tensor) -> None:
-        n, n_given, n_kept = layer.n_slots, states.shape[-2], layer.kept.n_slots
-        if layer.is_pruned and not n_kept <= n_given <= n:  # later tokens may be taken back
-            raise UnsupportedCacheError(
-                f"a pruned layer of {n} {name}, {n_kept} of which a press has kept, was assigned "
-                f"{n_given}; let the press's compress return Eviction.keep(call, positions)"
-            )
-        setattr(layer.inner, name, states)
-
-    return property(lambda layer: getattr(layer.inner, name), assign)
+    Raises:
+        UnsupportedCacheError: if so.
+    """
+    n, n_given, n_kept = layer.n_slots, states.shape[-2], layer.kept.n_slots
+    if layer.is_pruned and not n_kept <= n_given <= n:
+        raise UnsupportedCacheError(
+            f"a pruned layer of {n} {name}, {n_kept} of which a press has kept, was assigned "
+            f"{n_given}; let the press's compress return Eviction.keep(call, positions)"
+        )
 
 
 def is_cropped_before(layer: Any) -> bool:

@@ -18,10 +18,10 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.given import (
     check_given_mask,
+    check_given_states,
     check_given_tokens,
     check_mask_in_use,
     is_cropped_before,
-    of_inner,
 )
 from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
@@ -30,6 +30,14 @@ from press_core.forward import OneMask, current
 
 # transformers 5.2 crops to a length; later releases take the number of tokens to remove.
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+
+def _of_inner(name: str) -> Any:
+    def assign(layer: Any, states: Tensor) -> None:
+        check_given_states(layer, name, states)
+        setattr(layer.inner, name, states)
+
+    return property(lambda layer: getattr(layer.inner, name), assign)
 
 
 class PrunedLayer(DynamicLayer):
@@ -63,8 +71,8 @@ class PrunedLayer(DynamicLayer):
         "press open while decoding: `with press(model): model.generate(...)`"
     )
 
-    keys: Any = of_inner("keys")
-    values: Any = of_inner("values")
+    keys: Any = _of_inner("keys")
+    values: Any = _of_inner("values")
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

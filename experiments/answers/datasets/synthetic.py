@@ -95,7 +95,7 @@ def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> l
     return list(words)
 
 
-_SENTENCES, _HABITS = data_of(__file__).values()
+_SENTENCES, _HABITS = (data_of(__file__)[name] for name in ("sentences", "habits"))
 """Filler sentences, and pairs of what people do and the question about it."""
 
 
