@@ -172,11 +172,11 @@ def around_decoder(
 ) -> Any:
     """Called in place of a decoder's forward, whose parameters are `names`, in `scope`."""
     given = Arguments(args, kwargs, names)
+    if runs_eagerly(scope, given):
+        return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
     forward = joined_forward(scope, given)
     if forward is None:
         return call_next(*args, **kwargs)
-    if runs_eagerly(scope, given):
-        return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
     return _within(scope, forward, call_next)
 
 

@@ -91,7 +91,7 @@ def press_of(package, name, model):
     return replace(example_for(package, made_of, 0.5, model), **fields)
 
 
-TURNS = [[48, 35, 18], [5, 2, 8], *[[1] * 3] * 3, [2, 7, 4], *[[1] * 3] * 2]
+TURNS = [[48, 35, 18], [5, 2, 8], *[[1] * 3] * 2, [2, 7, 4], [1] * 3]
 """By forward, how many tokens each row has; the others are padding."""
 
 

@@ -28,7 +28,7 @@ REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], Re
 def many(share=1.0):
     """Settings for a share of the cases of a press; the same cases in every run but long ones."""
     return settings(
-        max_examples=int(N_CASES * share),
+        max_examples=max(1, int(N_CASES * share)),
         derandomize=PROFILE != "long",
         database=None,
         print_blob=True,

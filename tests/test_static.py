@@ -131,11 +131,9 @@ def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(pac
 @pytest.mark.parametrize(
     ("name", "is_static", "masked"),
     [
-        ("queries", False, False),
         ("queries", False, True),
         ("heads", True, False),
         ("layers", False, False),
-        ("rerotated", True, False),
         ("rerotated", True, True),
         ("rerotated", False, True),
     ],

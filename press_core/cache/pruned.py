@@ -261,10 +261,11 @@ class PrunedLayer(DynamicLayer):
 
     def remember(self, key: Key, memory: Memory | None) -> None:
         """Store the memory of a scope for this layer; None removes it."""
-        self.memories.pop(key, None)
+        known = self.memories.pop(key, None)
         if memory is not None:
             self.memories[key] = memory
-            key.layers.add(self)
+            if known is None:  # compiled graphs depend on how many layers there are
+                key.layers.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -7,9 +7,11 @@ from functools import wraps
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
-from press_core.cache.caches import is_empty
-from press_core.forward import Arguments, current, own_cache
+from press_core.cache.caches import is_empty, known
+from press_core.cache.memory import FIRST, Memory
+from press_core.forward import Arguments, current, n_tokens, own_cache
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.observing import AttentionPass
 from press_core.press import Press
@@ -34,12 +36,17 @@ def eager_where_due(act: Act) -> Act:
 
 
 def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
-    """Whether to run a forward eagerly though it is compiled: it brings a context to be pruned."""
-    if not may_break():
+    """Whether to run a forward eagerly though it is compiled: the press acts in it."""
+    if not may_break() or not scope.sites:
         return False
-    cache, sites = own_cache(given.get("past_key_values")), scope.sites
-    acts = bool(sites) and bool(scope.traits.phases & Phase.ON_CONTEXTS)
-    return acts and is_empty(cache, sites[0].layer_idx)
+    cache, index = own_cache(given.get("past_key_values")), scope.sites[0].layer_idx
+    if is_empty(cache, index):
+        return bool(scope.traits.phases & Phase.ON_CONTEXTS)
+    if Phase.DECODING not in scope.traits.phases or not isinstance(cache, Cache):
+        return False
+    n_steps = known(cache, index).memories.get(scope.key, Memory()).ticks + 1 - FIRST
+    step = n_steps, n_tokens(given), scope.traits.buffered_tokens
+    return scope.traits.remembers or scope.press.is_awaited(*step)
 
 
 def _entered_eagerly(
