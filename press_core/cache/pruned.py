@@ -268,8 +268,8 @@ class PrunedLayer(DynamicLayer):
                 key.layers.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for key, memory in self.memories.copy().items():  # a copy is forgotten with the original
+        self.__dict__.update(state, memories={})
+        for key, memory in state["memories"].items():  # a copy is forgotten with the original
             self.remember(key, memory if key.is_open else None)
 
     # ---- cache layer interface -------------------------------------------------------------------
