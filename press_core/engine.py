@@ -37,7 +37,7 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
     _act(scope, press, passed)
 
 
-@running.eager_where_due
+@running.eagerly
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)

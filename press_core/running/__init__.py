@@ -11,7 +11,7 @@ from press_core.call import AttentionCall
 from press_core.forward import Forward
 from press_core.observing import AttentionPass
 from press_core.running import chunks, images, quantized, refused, sliding, static
-from press_core.running.compiled import eager_where_due
+from press_core.running.compiled import eagerly
 from press_core.running.images import require_causal
 from press_core.running.ranks import decided, remembered
 from press_core.scope import ScopeState
@@ -38,7 +38,7 @@ __all__ = [
     "ENTERED",
     "OBSERVED",
     "decided",
-    "eager_where_due",
+    "eagerly",
     "remembered",
     "require_causal",
 ]

@@ -1,4 +1,4 @@
-"""Models that torch.compile has compiled: pruning, and a context to be pruned, run eagerly."""
+"""Models that torch.compile has compiled: forwards in which a press acts run eagerly."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ Act = Callable[[ScopeState, Press, AttentionPass], None]
 """What a scope does after an attention module."""
 
 
-def eager_where_due(act: Act) -> Act:
-    """`act`, kept out of graphs where the press prunes: values decide what is kept."""
+def eagerly(act: Act) -> Act:
+    """`act`, kept out of graphs: values decide what is kept, and buffers grow."""
     outside = torch.compiler.disable(act)
 
     @wraps(act)
     def acting(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
-        n_steps, n_new = passed.forward.progress[scope].n_steps, passed.hidden_states.shape[1]
-        prunes = passed.forward.is_context or press.is_due(n_steps, n_new)
-        (outside if prunes and may_break() else act)(scope, press, passed)
+        (outside if may_break() else act)(scope, press, passed)
 
     return acting
 
