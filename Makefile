@@ -37,8 +37,9 @@ test: test-oldest test-oracle test-newest
 test-newest: $(VENV)/.installed
 	$(RUN) $(PYTEST)
 
-# The same suite on the oldest transformers that is supported, with fewer drawn cases and without
-# what no release of transformers changes.
+# The same suite on the oldest transformers that is supported, with fewer drawn cases, half of the
+# cases of large tests, and without what no release of transformers changes. Without the option all
+# of it is run.
 test-oldest: $(OLDEST)/.installed
 	HYPOTHESIS_PROFILE=short $(OLDEST)/bin/python $(PYTEST) --second-transformers
 
