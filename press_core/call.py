@@ -223,7 +223,8 @@ class AttentionCall:
         rotary = self.site.rotary
         if rotary is None or self.at.embeddings is None:
             return upcast(self.keys)
-        if (as_given := self._cos_sin_of_keys()) is not None:
+        as_given = self._cos_sin_of_keys()
+        if as_given is not None:
             return rotary.unrotate_heads(self.keys, *as_given)
         return rotary.rotate_from(self.keys, self.key_positions())
 

@@ -42,7 +42,8 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
-        decisions = Decisions(observed[0], judged(press, *observed))
+        call, occupied = observed
+        decisions = Decisions(call, judged(press, call, occupied))
         store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
 
 

@@ -161,7 +161,7 @@ def _waits(scope: ScopeState, cache: Cache, given: Arguments, index: int) -> boo
     if n_tokens(given) != 1:
         return False
     first, memory = _counted(scope, cache, index)
-    if scope.press.is_awaited(memory.ticks - FIRST, 1, scope.traits.buffered_tokens):
+    if scope.acts_in_step(memory.ticks - FIRST, 1):
         return False
     scope.remember(cache, index, first, memory)
     return True
@@ -234,8 +234,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     scope.remember(cache, index, first, memory)
     progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
     forward.progress[scope] = progress
-    step = progress.n_steps, forward.n_tokens, traits.buffered_tokens
-    if traits.remembers or scope.press.is_awaited(*step):
+    if scope.acts_in_step(progress.n_steps, forward.n_tokens):
         forward.acting.append(scope)
 
 

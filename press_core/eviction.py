@@ -124,9 +124,7 @@ class Eviction:
         Raises:
             PressError: if they are not the keys and values of some of the `S` tokens.
         """
-        _check_states(call, (keys, values))
-        whole = keys.shape[2] == call.length
-        return cls(call, keys, values, _all_tokens(keys) if whole else None)
+        return cls.of(call, (keys, values))
 
     @classmethod
     def _all(cls, call: AttentionCall) -> Eviction:
@@ -143,7 +141,9 @@ class Eviction:
             is_several = isinstance(returned, (tuple, list, Iterator))
             given = tuple(returned) if is_several else (returned,)
             _check_states(call, given)
-            return cls.from_states(call, *given)
+            keys, values = given
+            whole = keys.shape[2] == call.length
+            return cls(call, keys, values, _all_tokens(keys) if whole else None)
         made_for = returned.call
         if made_for.site is not call.site or made_for.keys.shape != call.keys.shape:
             raise PressError(

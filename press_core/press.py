@@ -129,7 +129,8 @@ class Press:
         Raises:
             HyperparameterError: if the press has no field for a ratio.
         """
-        if self.ratio_field not in (names := [field.name for field in fields(self)]):
+        names = [field.name for field in fields(self)]
+        if self.ratio_field not in names:
             raise HyperparameterError(
                 f"{type(self).__name__} takes no compression ratio, nor a number of tokens; it has "
                 f"the fields {', '.join(names)}"
@@ -336,7 +337,8 @@ class Press:
     @property
     def last_run(self) -> Tally | None:
         """The tally of the scope of this press that was opened last; None: no scope was opened."""
-        return getattr(vars(self).get("_last_scope"), "tally", None)
+        scope = vars(self).get("_last_scope")
+        return None if scope is None else scope.tally
 
     @property
     def compression_count(self) -> int:

@@ -122,6 +122,11 @@ class ScopeState:
         """Whether the scope takes part in forwards that begin now."""
         return self.key.is_open
 
+    def acts_in_step(self, n_steps: int, n_new: int) -> bool:
+        """Whether the press acts in a decode step; see `Press.is_awaited`."""
+        traits = self.traits
+        return traits.remembers or self.press.is_awaited(n_steps, n_new, traits.buffered_tokens)
+
     def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
         """Store this scope's `memory` with `layer`, and put that into `cache` at `layer_idx`."""
         cache.layers[layer_idx] = layer
@@ -307,7 +312,8 @@ class InstalledPress(Press):
 
     def remove(self) -> None:
         """Close the scope of this press that was opened last; no effect if it is closed."""
-        if (state := vars(self).get("_last_scope")) is not None:
+        state = vars(self).get("_last_scope")
+        if state is not None:
             state.close()
 
     def install(self, scope: ScopeState) -> None:

@@ -43,8 +43,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     if Phase.DECODING not in scope.traits.phases or not isinstance(cache, Cache):
         return False
     n_steps = known(cache, index).memories.get(scope.key, Memory()).ticks + 1 - FIRST
-    step = n_steps, n_tokens(given), scope.traits.buffered_tokens
-    return scope.traits.remembers or scope.press.is_awaited(*step)
+    return scope.acts_in_step(n_steps, n_tokens(given))
 
 
 def _entered_eagerly(
