@@ -29,7 +29,7 @@ STUDIED = (
 )
 """The presses of the study."""
 
-_ALLOWED: dict[str, list[str]] = data_of(__file__)
+_GENERATION, _MODEL_KWARGS = (data_of(__file__)[name] for name in ("generation", "model_kwargs"))
 """The arguments of `generate` and of `from_pretrained` that a sweep may set."""
 
 
@@ -143,12 +143,8 @@ class Settings(Grid):
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run code from the model's repository.")
     ] = False
-    generation: Annotated[dict[str, Any], _known(*_ALLOWED["generation"])] = Field(
-        default_factory=dict
-    )
-    model_kwargs: Annotated[dict[str, Any], _known(*_ALLOWED["model_kwargs"])] = Field(
-        default_factory=dict
-    )
+    generation: Annotated[dict[str, Any], _known(*_GENERATION)] = Field(default_factory=dict)
+    model_kwargs: Annotated[dict[str, Any], _known(*_MODEL_KWARGS)] = Field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(repr(self))  # its dictionaries are not hashable

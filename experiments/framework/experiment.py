@@ -223,10 +223,9 @@ class Experiment(ABC, Generic[OptionsT]):
         if not hasattr(quick, "model"):
             raise LeftOutError(self.left_out)
         model = (own.model,) if isinstance(quick.model, tuple) else own.model
-        loaded = {"model": model, "dtype": own.dtype, "device": own.device}
-        loaded["attn_implementation"] = own.attn
+        loaded = {"dtype": own.dtype, "device": own.device, "attn_implementation": own.attn}
         loaded = {name: value for name, value in loaded.items() if hasattr(quick, name)}
-        return replace(quick, **(loaded | changed))
+        return replace(quick, model=model, **(loaded | changed))
 
     @abstractmethod
     def findings(self, tables: Tables) -> list[Finding]:

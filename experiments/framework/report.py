@@ -23,7 +23,7 @@ from experiments.framework.experiment import AnyExperiment, Evidence, Finding
 from experiments.framework.manifest import read_manifest, write_at_once, write_manifest
 from experiments.framework.plots import overview, svg
 from experiments.framework.quotable import quotable
-from experiments.framework.results import Part, drawn, read_parts, write_figures
+from experiments.framework.results import Drawn, Part, drawn, read_parts, readable, write_figures
 from experiments.framework.wording import about_seconds
 from experiments.loading import short_name
 
@@ -85,6 +85,15 @@ def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
     return figures
 
 
+def _drawn(parts: Sequence[Part], folder: Path) -> dict[str, Drawn]:
+    """What is drawn of each experiment that did not fail, by its name."""
+    found = {}
+    for part in [part for part in parts if not part.error]:
+        with readable(part, folder):
+            found[part.experiment.name] = drawn(part.experiment, part.tables)
+    return found
+
+
 def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
     """Write `report.md` and `report.html` of the study in `folder` into that folder.
 
@@ -117,6 +126,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         "run": manifest,
         "model": manifest.model and short_name(manifest.model),
         "parts": parts,
+        "figures_of": {name: figures for name, (figures, _) in _drawn(parts, folder).items()},
         "needs": needs(parts),
         "related": related(parts),
         "threats": threats(parts),
@@ -138,12 +148,9 @@ def command(
     """Rebuild the figures and the report of a study from its tables, without running anything."""
     experiments, manifest = load_experiments(), read_manifest(folder)
     entries = dict(manifest.experiments)
-    for part in read_parts(folder, experiments):
-        if not part.error:
-            name = part.experiment.name
-            figures, shown = drawn(part.experiment, part.tables)
-            write_figures(figures, folder)
-            entries[name] = entries[name].model_copy(update={"figures": shown})
+    for name, (figures, shown) in _drawn(read_parts(folder, experiments), folder).items():
+        write_figures(figures, folder)
+        entries[name] = entries[name].model_copy(update={"figures": shown})
     write_manifest(manifest.model_copy(update={"experiments": entries}), folder)
     write_report(folder, experiments)
     typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")

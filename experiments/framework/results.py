@@ -8,7 +8,7 @@ another layout without running anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +91,11 @@ def read_table(path: Path) -> pd.DataFrame:
     return table
 
 
-def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure], dict[str, str]]:
+Drawn = tuple[dict[str, Figure], dict[str, str]]
+"""Figures and their descriptions, both by name."""
+
+
+def drawn(experiment: AnyExperiment, tables: Tables) -> Drawn:
     """The figures of an experiment, and their descriptions, both by name.
 
     Raises:
@@ -103,6 +107,12 @@ def drawn(experiment: AnyExperiment, tables: Tables) -> tuple[dict[str, Figure],
     figures = experiment.figures(tables)
     check_names(experiment.name, figures)
     return figures, {name: str(figure.get_label()) for name, figure in figures.items()}
+
+
+def readable(part: Part, folder: Path) -> AbstractContextManager[None]:
+    """Turn what goes wrong with the tables of an experiment into a `UserError`."""
+    missing = f"{folder} lacks a table, a column or values of {part.experiment.name!r}"
+    return refusing(missing, Exception, advice="; run the study again")
 
 
 def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]:
@@ -126,10 +136,8 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
             with suppress(UserError) if entry.error else nullcontext():
                 tables[stem] = read_table(folder / f"{stem}.csv")
         part = Part(known[name], tables, entry)
-        missing = f"{folder} lacks a table, a column or values of {name!r}"
-        with refusing(missing, Exception, advice="; run the study again"):
-            if not entry.error:
-                drawn(part.experiment, tables)
+        with readable(part, folder):
+            _ = part.findings
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
         others = table[table["shift"] != 0].groupby(["experiment", "finding"])["number"].agg(tuple)

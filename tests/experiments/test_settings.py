@@ -19,9 +19,9 @@ from experiments.answers.presses import make_press
 from experiments.answers.settings import Settings, settings_from
 from press_core import HyperparameterError, Tokens
 from tests.experiments.sweeping import SMALL
+from tests.experiments.tiny import REFUSED
 
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
-REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
 MADE = yaml.safe_load(Path(__file__).with_name("presses.yaml").read_text("utf-8"))
 DECODING = "DecodingPress(KnormPress())"
 DUO = "DuoAttentionPress(head_compression_ratio=ratio)"
