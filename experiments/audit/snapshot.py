@@ -187,7 +187,9 @@ def _globals(name: str, reach: str) -> Entries:
         # An import sets the submodule on its parent; it is recorded as an imported module.
         imported = isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value
         if key not in _NOT_OWN and not imported:
-            yield from _nested(Place(reach, "module global", name, key), value, 1)
+            # A compiler leaves the shared builtins in the modules of what it compiled.
+            depth = int(value is not vars(builtins))
+            yield from _nested(Place(reach, "module global", name, key), value, depth)
 
 
 # ---- this thread, this process -----------------------------------------------------------------
