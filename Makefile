@@ -4,9 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 SUBJECTS := .venv-subjects
 RUN := $(VENV)/bin/python
-# A process for each core, one thread each: tests of small models gain nothing from threads.
 PYTEST := -m pytest -n auto --maxprocesses 8 --dist worksteal
-export OMP_NUM_THREADS ?= 1
 # Bytecode is written of what is imported, by whoever imports it first: to compile all 18,000 files
 # that are installed takes longer than to install them. An old pip takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,9 +19,6 @@ endif
 # them on the same cores costs both of them time.
 BESIDE := nice -n 19
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
-# With torch's threads as they are by themselves, as everybody has them: if they slept while they
-# wait (OMP_WAIT_POLICY=passive), whoever works in small parts would take up to twice as long.
-FREELY := env -u OMP_NUM_THREADS
 
 # The other implementation of the presses, in a process of its own: importing it rewrites
 # transformers' attention registry.
@@ -33,7 +28,7 @@ ORACLE := $(OLDEST)/bin/python -m pytest tests/oracle
 .PHONY: parity oracle-timing subjects docs check format results clean
 
 study: $(VENV)/.installed
-	$(FREELY) $(RUN) -m experiments study
+	$(RUN) -m experiments study
 
 test: test-oldest test-oracle test-newest
 
@@ -56,7 +51,7 @@ parity: $(OLDEST)/.installed
 
 # Time inside each press against kvpress, to look at; `make results` measures it too.
 oracle-timing: $(OLDEST)/.installed
-	$(FREELY) $(OLDEST)/bin/python -m tests.oracle.timing
+	$(OLDEST)/bin/python -m tests.oracle.timing
 
 # Where `python -m experiments intrusiveness` finds the libraries that it audits.
 subjects: $(SUBJECTS)/.installed $(OLDEST)/.installed
@@ -85,7 +80,7 @@ format: $(VENV)/.checks-installed
 results: $(VENV)/.installed subjects
 	@test -z "$$(git status --porcelain -- . ':!results')" || \
 		{ echo "commit first: results come from one commit"; exit 1; }
-	$(FREELY) $(RUN) -m experiments study --full --overwrite --output results
+	$(RUN) -m experiments study --full --overwrite --output results
 	$(ORACLE) --write-parity
 	$(RUN) -m experiments readme
 

@@ -1,8 +1,13 @@
 """What a second transformers leaves out, and the order of tests."""
 
+import os
 import zlib
 from collections import Counter
 from pathlib import Path
+
+# A process for each core, one thread each: tests of small models gain nothing from threads, and a
+# fork of a process that has started some waits for them forever.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, and by subprocesses
 
 LEFT_OUT = {
     f"{folder}/test_{name}.py".removeprefix("./")
@@ -63,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (item.path == LAST, item.path not in FIRST))
     if config.getoption("second_transformers"):
         n_cases = Counter(map(_test_of, items))
-        left_out = {item for item in items if n_cases[_test_of(item)] > MANY and not _is_drawn(item)}
+        left_out = {item for item in items if n_cases[_test_of(item)] > MANY and _is_skipped(item)}
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 
@@ -72,9 +77,9 @@ def _test_of(item):
     return item.path, item.name.partition("[")[0]
 
 
-def _is_drawn(item):
+def _is_skipped(item):
     """By two bits of its name; the lowest one chooses a mechanism, in `tests.fixtures.package`."""
-    return item.path == LAST or not zlib.crc32(item.nodeid.encode()) & 0b110
+    return item.path != LAST and bool(zlib.crc32(item.nodeid.encode()) & 0b110)
 
 
 def pytest_configure(config):

@@ -64,8 +64,6 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _MODULES: dict[str, list[str]] = data_of(__file__)
 """Names of Python modules: those that all models use, and those of torch."""
-_NOT_OWN = ("__builtins__", "__warningregistry__")
-"""Globals that Python adds to modules: the shared builtins, and the record of shown warnings."""
 _SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "default dtype": (PROCESS, torch.get_default_dtype),
     "deterministic algorithms": (PROCESS, torch.are_deterministic_algorithms_enabled),
@@ -186,8 +184,8 @@ def _globals(name: str, reach: str) -> Entries:
     for key, value in _held(name).items():
         # An import sets the submodule on its parent; it is recorded as an imported module.
         imported = isinstance(value, ModuleType) and sys.modules.get(f"{name}.{key}") is value
-        if key not in _NOT_OWN and not imported:
-            # A compiler leaves the shared builtins in the modules of what it compiled.
+        if key != "__warningregistry__" and not imported:  # the record of shown warnings
+            # Every module refers to the shared builtins, by more than one name after a compilation.
             depth = int(value is not vars(builtins))
             yield from _nested(Place(reach, "module global", name, key), value, depth)
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from experiments.audit import audit
+from experiments.framework.timing import threads
 from experiments.framework.wording import in_one_line
 from experiments.interventions import LIBRARIES
 from experiments.testbed.families import build
@@ -48,7 +49,8 @@ def main(names: list[str]) -> None:
         for subject in (IMPORT, *library.subjects)
     ]
     # A fork for each subject: the parent has loaded torch and transformers, but no audited library.
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    # Forked processes do not inherit the threads of torch.
+    with threads(1), multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         print("\n" + json.dumps(pool.starmap(audit_subject, subjects, chunksize=1)))
 
 

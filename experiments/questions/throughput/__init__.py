@@ -202,8 +202,7 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
         condition = Condition(row["press"], row["mechanism"], row["ratio"])
         row["predicted"] = cache_bytes(model, row["batch"] * row["context"], condition)
         if options.memory:
-            size = row["context"], row["batch"], options.tokens
-            row["peak"] = peak_of(spec, condition, *size)
+            row["peak"] = peak_of(spec, condition, row["context"], row["batch"], options.tokens)
     options = replace(options, device=spec.device)  # "auto" may differ in the other interpreter
     return with_kvpress.joined_by_kvpress(pd.DataFrame(rows), options, progress, __name__)
 
