@@ -58,10 +58,8 @@ def pytest_report_header(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    left_out = config.getoption("second_transformers") and collection_path.is_relative_to(TESTS)
-    if left_out and collection_path.relative_to(TESTS).as_posix() in LEFT_OUT:
-        return True
-    return None
+    is_second = config.getoption("second_transformers") and collection_path.is_relative_to(TESTS)
+    return (is_second and collection_path.relative_to(TESTS).as_posix() in LEFT_OUT) or None
 
 
 def pytest_collection_modifyitems(config, items):

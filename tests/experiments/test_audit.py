@@ -176,8 +176,8 @@ def found(changes, kind, owner, name):
 )
 def test_a_plant_is_found_while_open_or_as_left(reach, place, model, monkeypatch):
     plant, expected = PLANTS[reach][place], place.split(" | ")
-    home = sys.modules[type(model).__module__]  # where a compiler leaves what it refers to
-    monkeypatch.setattr(home, "__builtins_dict__", vars(builtins), raising=False)
+    # As a compiler does:
+    monkeypatch.setattr(modeling_llama, "__builtins_dict__", vars(builtins), raising=False)
 
     @contextmanager
     def scope():

@@ -70,6 +70,13 @@ def test_what_nobody_collected_or_prepared_is_missed_by_name():
 # ---- some of the rows, tokens or keys ------------------------------------------------------------
 
 
+def test_a_chunk_has_the_hidden_states_of_its_new_tokens():
+    whole = record("llama", LENGTH).hidden_states
+    call = _call(record("llama", LENGTH), hidden_states=whole[:, 3:])  # 3 were in the cache
+    for start, stop in ((0, 2), (2, 5)):
+        assert torch.equal(call.chunk(start, stop).hidden_states, whole[:, 3:stop])
+
+
 @given(data=st.data())
 @settings(max_examples=80)
 def test_narrowed_calls_are_about_what_is_left(data):
