@@ -98,7 +98,7 @@ class Steps:
 
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         ids = timed_models.random_context(model, 1, context)
-        self.token, self.pruned = torch.ones_like(ids[:, :1]), DynamicCache()
+        self.token, self.pruned = torch.ones_like(ids[:, :1]), DynamicCache(config=model.config)
         with torch.inference_mode(), hooks_impl.KnormPress(RATIO)(model):
             model.base_model(input_ids=ids, past_key_values=self.pruned)
 

@@ -24,13 +24,13 @@ from experiments.testbed.getting_to_know import get_to_know
 from tests.experiments.tiny import REFUSED, cli
 from tests.support import build
 
-FAMILIES = ("llama", "gemma3_text", "gpt_neox")
+FAMILIES = ("llama", "gpt_oss", "gpt_neox")
 TRAINED = 512
 
 
 def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE; with a first token as Llama and Gemma have it, or none."""
-    special = ["<pad>", "<s>", "</s>"] if family in ("llama", "gemma3_text") else ["<pad>", "</s>"]
+    special = ["<pad>", "<s>", "</s>"] if family in ("llama", "gpt_oss") else ["<pad>", "</s>"]
     trained = ByteLevelBPETokenizer()
     text = [" ".join(FILLER)] * 2
     trained.train_from_iterator(text, 600, special_tokens=special, show_progress=False)
@@ -52,7 +52,7 @@ def folders(tmp_path_factory):
     """A tiny random model of each family with a tokenizer of its own, as a user has one."""
     found = {}
     for family in FAMILIES:
-        model = build(family, num_layers=2 if family == "llama" else 1)
+        model = build(family, num_layers=1, attn_implementation="eager")
         tokenizer = tokenizer_for(family)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -146,7 +146,7 @@ def test_every_experiment_runs_on_a_model(folders, tmp_path):
 def test_what_opens_a_press_runs_on_a_model_with_sliding_windows(folders, tmp_path):
     experiments, output = load_experiments(), tmp_path / "study"
     opening = "equivalence", "overhead", "error", "trace"
-    plan = plan_on(get_to_know(str(folders["gemma3_text"])), experiments, opening)
+    plan = plan_on(get_to_know(str(folders["gpt_oss"])), experiments, opening)
     run_less(plan, experiments, output)
     assert not pd.read_csv(output / "equivalence.csv")["differ"].any()
 
@@ -217,8 +217,8 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
 
 
 def test_what_is_known_of_a_model(folders):
-    own = get_to_know(str(folders["gemma3_text"]))
-    assert (own.name, own.model_type) == ("my-gemma3_text", "gemma3_text")
+    own = get_to_know(str(folders["gpt_oss"]))
+    assert (own.name, own.model_type) == ("my-gpt_oss", "gpt_oss")
     assert (own.trained, own.keeps_all) == (TRAINED, False)
     assert own.heads == 2
     assert {"KnormPress", "SnapKVPress", "AdaKVPress"} <= set(own.presses)
