@@ -57,7 +57,7 @@ def decoded(model: Any, cache: DynamicCache, before: Sequence[Tensor] = ()) -> R
 
 def answer(model: Any) -> Response:
     """A prefill and two steps on a new cache."""
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     return decoded(model, cache, prefill(model, cache))
 
 

@@ -120,7 +120,7 @@ def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
     """Decode two caches after the scope: one pruned inside it, one filled after it."""
 
     def pruned(model: PreTrainedModel) -> DynamicCache:
-        cache = DynamicCache()
+        cache = DynamicCache(config=model.config)
         with press(RATIO)(model):
             scenarios.prefill(model, cache)
         return cache
@@ -129,7 +129,7 @@ def _pruned_and_whole_cache(press: Press, make: Make) -> Iterator[Moment]:
     whole_alone = scenarios.answer(model)
     with contained(model):
         pruned_alone = scenarios.decoded(make(0), pruned(make(0)))
-    first, second = pruned(model), DynamicCache()
+    first, second = pruned(model), DynamicCache(config=model.config)
     logits = scenarios.prefill(model, second)
     yield Moment(AFTER, pruned_alone, partial(scenarios.decoded, model, first))
     yield Moment(AFTER, whole_alone, lambda: scenarios.decoded(model, second, logits))

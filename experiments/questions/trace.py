@@ -33,7 +33,7 @@ from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair
-from experiments.testbed.families import FAMILIES, build, supported_implementations
+from experiments.testbed.families import FAMILIES, build
 from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
 from press_core import AttentionSite, attention_sites, kept_lengths
 from press_core.presses.finch import Finch
@@ -209,9 +209,7 @@ def _event_table(trace: pd.DataFrame) -> ResultTable:
 def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
     if name not in FAMILIES:
         return load_model(name, dtype=dtype, device=device)[0]
-    implementations = supported_implementations(name)
-    model = build(name, attn_implementation="sdpa" if "sdpa" in implementations else "eager")
-    return model.to(torch.device(device), getattr(torch, dtype))
+    return build(name).to(torch.device(device), getattr(torch, dtype))
 
 
 class Trace(Experiment[Options]):

@@ -47,7 +47,7 @@ def build(
     head_dim: int = 16,
     width: int | None = None,
     dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
     """A model of `family` with random weights, in eval mode.
@@ -57,7 +57,9 @@ def build(
         num_layers: number of layers; `HYBRID` families get a sliding-window layer before each.
         num_kv_heads: ignored for families without grouped-query attention.
         width: width of the hidden states; None for `num_heads * head_dim`.
+        attn_implementation: None for "sdpa", or "eager" where the family supports no "sdpa".
     """
+    default = "sdpa" if "sdpa" in supported_implementations(family) else "eager"
     width = width or num_heads * head_dim
     hybrid = family in HYBRID
     more: dict[str, Any] = {} if family in NO_GQA else {"num_key_value_heads": num_kv_heads}
@@ -77,7 +79,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation
+            config, dtype=dtype, attn_implementation=attn_implementation or default
         )
         _spread(model)
     return model.eval()

@@ -24,7 +24,6 @@ from experiments.testbed.getting_to_know import get_to_know
 from tests.experiments.tiny import REFUSED, cli
 from tests.support import build
 
-FAMILIES = ("llama", "gpt_oss", "gpt_neox")
 TRAINED = 512
 
 
@@ -51,7 +50,7 @@ def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
 def folders(tmp_path_factory):
     """A tiny random model of each family with a tokenizer of its own, as a user has one."""
     found = {}
-    for family in FAMILIES:
+    for family in ("llama", "gpt_oss", "gpt_neox"):
         model = build(family, num_layers=1, attn_implementation="eager")
         tokenizer = tokenizer_for(family)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -145,10 +144,11 @@ def test_every_experiment_runs_on_a_model(folders, tmp_path):
 
 def test_what_opens_a_press_runs_on_a_model_with_sliding_windows(folders, tmp_path):
     experiments, output = load_experiments(), tmp_path / "study"
-    opening = "equivalence", "overhead", "error", "trace"
+    opening = "equivalence", "isolation", "overhead", "error", "trace"
     plan = plan_on(get_to_know(str(folders["gpt_oss"])), experiments, opening)
     run_less(plan, experiments, output)
     assert not pd.read_csv(output / "equivalence.csv")["differ"].any()
+    assert set(pd.read_csv(output / "isolation.csv")["outcome"]) == {"untouched"}
 
 
 def test_a_model_that_was_never_trained(tmp_path):
