@@ -184,7 +184,7 @@ REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("ut
     [
         *REFUSED["questions"],
         ("river", ["of " * 2048], {}, "question .*2048 tokens.* 2048 positions"),
-        ("of " * 2048, ["? a"], {}, "2049 and 2 .*max_context_length=2046"),
+        ("of " * 2048, ["? a"], {"answer_prefix": " of"}, "2049 and 3 .*_length=2045"),
         ("river", ["? a"], {"press": hooks_impl.KnormPress}, "give a press of hooks_impl"),
         ("river", None, {"press": hooks_impl.FinchPress(0.5)}, "question"),
         ("river", ["? a", ""], {"press": hooks_impl.FinchPress(0.5)}, "question"),
