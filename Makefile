@@ -15,9 +15,6 @@ ifneq ($(filter test check,$(MAKECMDGOALS)),)
 # prints comes at its end, where make can see to that, and does not mix.
 MAKEFLAGS += -j2 $(addprefix --,$(filter output-sync,$(.FEATURES)))
 endif
-# What runs beside the newest transformers' tests fills the gaps that these leave: to take turns with
-# them on the same cores costs both of them time.
-BESIDE := nice -n 19
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
 # The other implementation of the presses, in a process of its own: importing it rewrites
@@ -39,11 +36,11 @@ test-newest: $(VENV)/.installed
 # the cases of large tests, and without what no release of transformers changes. Without the option
 # all of it is run.
 test-oldest: $(OLDEST)/.installed
-	HYPOTHESIS_PROFILE=short $(BESIDE) $(OLDEST)/bin/python $(PYTEST) --second-transformers
+	HYPOTHESIS_PROFILE=short $(OLDEST)/bin/python $(PYTEST) --second-transformers
 
 # The same kept sets as kvpress.
 test-oracle: $(OLDEST)/.installed
-	$(BESIDE) $(ORACLE)
+	$(ORACLE)
 
 # docs/parity.md, from such a run.
 parity: $(OLDEST)/.installed

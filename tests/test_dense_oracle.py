@@ -163,7 +163,7 @@ def differs(
             at += length
     visible = visible_in(kept, real, seen, model.config.num_attention_heads)
     exact = "sdpa" in supported_implementations(family)
-    reference = build(family, attn_implementation="sdpa" if exact else "eager", **options)
+    reference = build(family, **options)
     reference = reference.double() if exact else reference
     expected = dense(reference, ids, visible, positions)[:, CONTEXT:]
     return float((torch.cat(logits, dim=1) - expected).abs().max())
@@ -208,7 +208,7 @@ OF_HEADS = ("AdaKVPress", "DMSPress", "DuoAttentionPress", "KVComposePress", "KV
 def test_heads_of_every_family(package, name, family):
     """Capped logits, learned sinks, layers that slide or rotate a part, one KV head per head."""
     form = "sdpa" if "sdpa" in supported_implementations(family) else "eager"
-    press = example_for(package, name, 0.6, build(family, attn_implementation=form))
+    press = example_for(package, name, 0.6, build(family))
     found = differs(press, ids_for(name).repeat(2, 1), [0, 0], "whole", form, family=family)
     assert found < (2e-5 if form == "eager" else 1e-9)
 

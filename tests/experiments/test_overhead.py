@@ -17,7 +17,6 @@ from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditi
 from press_core import kept_lengths
 from tests.support import build, snapshot, token_ids
 
-SILENT = progress_bar(disable=True)
 TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
 HOOK, PATCH = (Condition("KnormPress", name, 0.5) for name in ("hook", "patch"))
 
@@ -131,7 +130,7 @@ def test_the_first_model_is_compiled_in_copies_whose_scopes_are_open(monkeypatch
 
     monkeypatch.setattr(torch, "compile", compile_)
     options = Options(layers=(1, 2), press=("Knorm",), context=80, rounds=1, kvpress=False)
-    table = EXPERIMENT.measure(options, SILENT)["overhead"]
+    table = EXPERIMENT.measure(options, progress_bar(disable=True))["overhead"]
     assert compiled == [80, 40, 40]
     of_models = table.groupby("model", sort=False)["phase"].unique().map(list).to_dict()
     assert of_models == {

@@ -29,7 +29,7 @@ TRAINED = 512
 
 def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE; with a first token as Llama and Gemma have it, or none."""
-    special = ["<pad>", "<s>", "</s>"] if family in ("llama", "gpt_oss") else ["<pad>", "</s>"]
+    special = ["<pad>", "<s>", "</s>"] if family in ("llama", "gemma3_text") else ["<pad>", "</s>"]
     trained = ByteLevelBPETokenizer()
     text = [" ".join(FILLER)] * 2
     trained.train_from_iterator(text, 600, special_tokens=special, show_progress=False)
@@ -50,8 +50,8 @@ def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
 def folders(tmp_path_factory):
     """A tiny random model of each family with a tokenizer of its own, as a user has one."""
     found = {}
-    for family in ("llama", "gpt_oss", "gpt_neox"):
-        model = build(family, num_layers=1, attn_implementation="eager")
+    for family in ("llama", "gemma3_text", "gpt_oss", "gpt_neox"):
+        model = build(family, num_layers=2 if family == "llama" else 1)
         tokenizer = tokenizer_for(family)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -142,10 +142,11 @@ def test_every_experiment_runs_on_a_model(folders, tmp_path):
     assert set(table["trace"]["model"]) == {"my-gpt_neox"}
 
 
-def test_what_opens_a_press_runs_on_a_model_with_sliding_windows(folders, tmp_path):
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_what_opens_a_press_runs_on_a_model_with_sliding_windows(folders, tmp_path, family):
     experiments, output = load_experiments(), tmp_path / "study"
     opening = "equivalence", "isolation", "overhead", "error", "trace"
-    plan = plan_on(get_to_know(str(folders["gpt_oss"])), experiments, opening)
+    plan = plan_on(get_to_know(str(folders[family])), experiments, opening)
     run_less(plan, experiments, output)
     assert not pd.read_csv(output / "equivalence.csv")["differ"].any()
     assert set(pd.read_csv(output / "isolation.csv")["outcome"]) == {"untouched"}
@@ -217,8 +218,8 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
 
 
 def test_what_is_known_of_a_model(folders):
-    own = get_to_know(str(folders["gpt_oss"]))
-    assert (own.name, own.model_type) == ("my-gpt_oss", "gpt_oss")
+    own = get_to_know(str(folders["gemma3_text"]))
+    assert (own.name, own.model_type) == ("my-gemma3_text", "gemma3_text")
     assert (own.trained, own.keeps_all) == (TRAINED, False)
     assert own.heads == 2
     assert {"KnormPress", "SnapKVPress", "AdaKVPress"} <= set(own.presses)

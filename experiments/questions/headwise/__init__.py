@@ -44,7 +44,7 @@ from experiments.questions.headwise.four_ways import (
     trials,
 )
 from experiments.testbed.facts import Task, check_vocabulary
-from experiments.testbed.families import FAMILIES, build, supported_implementations
+from experiments.testbed.families import FAMILIES, build
 from experiments.testbed.timed_models import ModelSpec, random_llama
 from press_core import attention_sites
 
@@ -196,8 +196,7 @@ def measure_conditions(options: Options, progress: Progress) -> Tables:
     """The four ways to decode, on a small random model of each family."""
     parts = []
     for family in progress.track(options.family, description="conditions"):
-        model = build(family, attn_implementation=supported_implementations(family)[0])
-        parts.append(trials(model).assign(model=family))
+        parts.append(trials(build(family)).assign(model=family))
     return {"headwise_conditions": pd.concat(parts, ignore_index=True)}
 
 

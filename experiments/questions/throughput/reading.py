@@ -55,7 +55,7 @@ def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
             f"A cache takes at most **{over.max():.3f}** times the bytes that its ratio leaves of "
             f"the full cache, over {len(over)} prefills with and without presses."
         )
-        freed: Any = "works" if over.max() < AS_MUCH else None
+        freed: Any = "works" if over.max() <= AS_MUCH else None
         yield Finding("bytes", text, "free the memory of what is evicted", freed, Evidence.BYTES)
 
 
