@@ -2,7 +2,8 @@
 
 The text is a Python expression of press names, keyword or positional fields, numbers, strings and
 lists; nothing else is evaluated. A field for a share of the tokens also takes a number of tokens:
-`SnapKVPress(Tokens(64))`.
+`SnapKVPress(Tokens(64))`. Two classes of the user's own, with their default fields, are written
+`my_module:MyHookPress,my_module:MyPatchPress`; their modules are imported.
 
 A cell sets the amount of a press with its `with_ratio` or `with_budget`. If another field takes the
 amount, write the name `ratio` or `budget` for it:
@@ -17,7 +18,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from experiments import UserError, refusing
-from experiments.testbed.recipes import MECHANISMS, Presses
+from experiments.testbed.recipes import MECHANISMS, Presses, class_of, is_own, press_name
 from press_core import HyperparameterError, Tokens
 from press_core.budget import Amount
 from press_core.scope import InstalledPress
@@ -73,6 +74,8 @@ def _with_amount(press: Any, amount: Amount) -> InstalledPress:
 
 
 def _parse(text: str) -> ast.expr:
+    if is_own(text):
+        return ast.Name(press_name(text))
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -119,12 +122,12 @@ class _Maker(NamedTuple):
 
     def made(self, name: str, args: list[Any], given: dict[str, Any]) -> Any:
         """Build the press, or the `Tokens`, with that name and those fields."""
-        if name not in self.presses and name != Tokens.__name__:
+        if name not in (*self.presses, Tokens.__name__) and not is_own(name):
             raise UserError(
                 f"there is no press {name!r} (in {self.text!r}); there are "
                 f"{', '.join(sorted(self.presses))}"
             )
-        made = self.presses.get(name, Tokens)
+        made = Tokens if name == Tokens.__name__ else class_of(self.presses, name)
         fields = ", ".join(signature(made).parameters) or "none"
         advice = f"; the fields of {name} are {fields}"
         with refusing(f"cannot make {self.text!r}", TypeError, advice=advice):

@@ -1,7 +1,7 @@
 """Settings of a sweep: flags of the command line, or a YAML file with the same names.
 
 A file cannot run code: only the arguments of `generate` and `from_pretrained` in `settings.yaml`
-are allowed, and `trust_remote_code` can only be given as a flag.
+are allowed; `trust_remote_code` and presses of the user's own can only be given as flags.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from experiments import UserError, data_of, refusing
 from experiments.answers.datasets import SOURCES
 from experiments.framework.wording import refused
+from experiments.testbed.recipes import is_own
 
 SWEPT = ("press", "ratio", "budget", "mechanism", "dataset")
 """Settings that define cells; all others are the set-up that the cells of a folder share."""
@@ -70,7 +71,8 @@ class Grid:
         AtLeastOne[str],
         typer.Option(
             help="Press as text, such as AdaKVPress(SnapKVPress(window_size=32)); repeat it for "
-            "several. `ratio` or `budget` in it is replaced by the amount."
+            "several. `ratio` or `budget` in it is replaced by the amount. Or two classes of your "
+            "own, the hook press first: my_module:MyHookPress,my_module:MyPatchPress."
         ),
     ] = STUDIED
     ratio: Annotated[
@@ -185,4 +187,6 @@ def _read(path: Path) -> dict[str, Any]:
             raise UserError(f"{path} has {name}, which runs code; it is given by its flag alone")
         if name not in known:
             raise UserError(f"{path} has {name}, which is no setting; there are {', '.join(known)}")
+    if own := [each for each in _listed(content.get("press")) if is_own(str(each))]:
+        raise UserError(f"{path} has {own[0]}, which imports code; it is given by its flag alone")
     return content

@@ -23,7 +23,9 @@ from experiments.answers.settings import Settings, settings_from
 from experiments.answers.store import Store, setup_of
 from experiments.framework.command import with_flags
 from experiments.framework.intervals import bracketed
+from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
+from experiments.testbed.recipes import is_own
 
 
 def sweep(
@@ -158,4 +160,6 @@ def _results(results: pd.DataFrame) -> Table:
 
 def press_words(press: str) -> str:
     """The short name of a press: `AdaKV(SnapKV)` for `AdaKVPress(SnapKVPress())`."""
-    return press.replace("Press()", "").replace("Press", "")
+    return (
+        press_label(press) if is_own(press) else press.replace("Press()", "").replace("Press", "")
+    )

@@ -140,10 +140,3 @@ def n_bytes(text: str) -> int:
 def size_of(n: int) -> str:
     """A number of bytes in GiB or MiB."""
     return f"{n / 2**30:,.0f} GiB" if n % 2**30 == 0 else f"{n / 2**20:,.0f} MiB"
-
-
-def checked_size(text: str | None) -> str | None:
-    """Check that a text is a size in bytes."""
-    if text is not None:
-        n_bytes(text)
-    return text

@@ -84,7 +84,12 @@ def new_figure(
 
 def press_label(name: str) -> str:
     """Name of a press in figures and tables: `"SnapKV"` for `"SnapKVPress"`."""
-    return name.removesuffix("Press")
+    return " / ".join(each.removesuffix("Press") for each in press_classes(name).split(" / "))
+
+
+def press_classes(name: str) -> str:
+    """`name`, with classes of the user's own, `"my_module:MyPress,..."`, without their modules."""
+    return " / ".join(dict.fromkeys(each.rpartition(":")[2] for each in name.split(",")))
 
 
 # ---- numbers side by side -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,22 @@ ModelOrOwn = Annotated[
     str | None,
     typer.Option(help="Shipped model, folder or hub id.", show_default="the experiment's own"),
 ]
+
+
+def _in_pairs(values: list[str]) -> list[str]:
+    """`values`, with a hook press of the user's own joined to the patch press after it."""
+    each = iter(values)
+    return [",".join([name, *islice(each, 1)]) if ":" in name else name for name in each]
+
+
 Presses = Annotated[
     tuple[str, ...],
-    several(str, "Press to measure, such as SnapKV; by default those of the study."),
+    several(
+        str,
+        "Press to measure, such as SnapKV; by default those of the study. Or two classes of your "
+        "own, the hook press first: my_module:MyHookPress,my_module:MyPatchPress.",
+        _in_pairs,
+    ),
 ]
 Ratio = Annotated[
     float,

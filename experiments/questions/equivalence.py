@@ -11,25 +11,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments import UserError, refusing
+from experiments import UserError
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import OutcomeMatrix, wide_table
 from experiments.framework.options import DTYPES, Device, checked_share, one_of, several
 from experiments.framework.own_model import OwnModel, Planned
-from experiments.framework.plots import press_label
+from experiments.framework.plots import press_classes, press_label
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.loading import load_model, short_name
@@ -37,7 +35,6 @@ from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
 from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, recipe_pair
 from press_core import PressError
-from press_core.scope import InstalledPress
 
 EQUAL, REFUSED, DIFFERENT = "the same bits", "refused by both", "different bits"
 LOOKS = {EQUAL: ("", "#c7e8dc"), REFUSED: ("\N{EN DASH}", "#eeeeee"), DIFFERENT: ("x", "#f4b6a0")}
@@ -51,14 +48,7 @@ PressMaker = Callable[[float], PressPair]
 class Options:
     """Which cells to compare."""
 
-    press: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help="A press to compare, such as SnapKVPress; or two of your own classes, the hook "
-            "press first: my_module:MyHookPress,my_module:MyPatchPress. Repeatable.",
-            show_default="all presses",
-        ),
-    ] = ()
+    press: shared.Presses = ()
     model: shared.ModelOrOwn = None
     ratio: Annotated[
         tuple[float, ...], several(float, "Share of the tokens to evict, in [0, 1).", checked_share)
@@ -160,47 +150,6 @@ def _compare(
     return inputs.n_tokens, f"{cell}: {difference}" if difference else "", ""
 
 
-# ---- the option --press --------------------------------------------------------------------------
-
-
-def _press_option(text: str) -> tuple[str, PressMaker]:
-    """The name for the table and the press maker of one value of `--press`."""
-    if ":" not in text:
-        name = press_name(text)
-        return name, partial(recipe_pair, name)
-    parts = text.split(",")
-    if len(parts) != 2:
-        raise UserError(
-            f"{text!r} names {len(parts)} press{'es' if len(parts) > 1 else ''}; give two, as in "
-            "my_module:MyHookPress,my_module:MyPatchPress"
-        )
-    both = [_press_class(part) for part in parts]
-    if [cls.mechanism for cls in both] != ["hooks", "patches"]:
-        raise UserError(
-            f"{text!r}: the first has to be a press with hooks, the second with patches"
-        )
-    name = " / ".join(dict.fromkeys(cls.__name__ for cls in both))
-    return name, lambda ratio: PressPair(*(cls(compression_ratio=ratio) for cls in both))
-
-
-def _press_class(text: str) -> type[Any]:
-    """The press class named `module:Class`.
-
-    Raises:
-        UserError: if it cannot be imported, or is not a press with a field `compression_ratio`.
-    """
-    text = text.strip()
-    with refusing(f"cannot import {text!r}", ImportError, AttributeError, ValueError):
-        found: Any = resolve_name(text)
-    is_press = isinstance(found, type) and issubclass(found, InstalledPress)
-    if not is_press or "compression_ratio" not in getattr(found, "__dataclass_fields__", {}):
-        raise UserError(
-            f"{text!r} is no press with a compression_ratio field; add the field, or derive the "
-            "class from ScorerPress of hooks_impl or patch_impl"
-        )
-    return found
-
-
 # ---- the experiment ------------------------------------------------------------------------------
 
 
@@ -235,9 +184,10 @@ class Equivalence(Experiment[Options]):
         return Planned(options, n_runs * 2 * length, steps=n_runs * 2, seconds=0.02 * n_runs)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        makers = dict(map(_press_option, options.press or sorted(hooks_impl.PRESSES)))
+        names = [press_name(name) for name in options.press] or sorted(hooks_impl.PRESSES)
         # On the small models of the families, more threads are slower.
         with threads(1) if options.model is None else nullcontext():
+            makers = {press_classes(name): partial(recipe_pair, name) for name in names}
             return {"equivalence": run_grid(makers, options, progress)}
 
     def findings(self, tables: Tables) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +15,7 @@ from experiments.framework.own_model import OwnModel
 from experiments.framework.timing import Stopwatch
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
-from experiments.testbed.recipes import recipe_pair
+from experiments.testbed.recipes import can_open, recipe_pair
 from press_core import PressError, attention_sites
 
 PROBE, STEPS = 256, 5
@@ -45,7 +44,11 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         trained=trained_length(model),
         heads=sum(site.num_kv_heads for site in sites),
         keeps_all=len(sites) == config.num_hidden_layers,
-        presses=tuple(press for press in hooks_impl.PRESSES if _opens(press, model)),
+        presses=tuple(
+            name
+            for name in hooks_impl.PRESSES
+            if all(can_open(press, model) for press in recipe_pair(name, 0.5, PROBE))
+        ),
         token_seconds=token_seconds,
         step_seconds=step_seconds,
         attn=model.config._attn_implementation,
@@ -61,14 +64,6 @@ def trained_length(model: PreTrainedModel) -> int:
     """The longest context that a model was trained for; 2,048 if its configuration names none."""
     config: Any = model.config.get_text_config()
     return int(getattr(config, "max_position_embeddings", None) or 2048)
-
-
-def _opens(name: str, model: PreTrainedModel) -> bool:
-    with suppress(PressError):
-        for press in recipe_pair(name, 0.5, PROBE):
-            press.register(model).remove()
-        return True
-    return False
 
 
 @torch.inference_mode()

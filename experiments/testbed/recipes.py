@@ -13,9 +13,12 @@ hundreds of tokens. Without one, windows and chunks are small enough for a few d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from inspect import signature
+from pkgutil import resolve_name
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +27,7 @@ from transformers import PreTrainedModel
 
 import hooks_impl
 import patch_impl
-from experiments import UserError, data_of
+from experiments import UserError, data_of, refusing
 from experiments.framework.plots import press_label
 from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
@@ -51,14 +54,54 @@ SHORT = 48
 def press_name(given: str) -> str:
     """The name of the press `given`, with or without "Press", in upper or lower case.
 
+    Two classes of the user's own, `"my_module:MyHookPress,my_module:MyPatchPress"`, are their name.
+
     Raises:
         UserError: if there is no such press; the message lists all names.
     """
+    if is_own(given):
+        _own_classes(given)
+        return given
     for name in hooks_impl.PRESSES:
         if given.lower() in (name.lower(), press_label(name).lower()):
             return name
     known = ", ".join(map(press_label, hooks_impl.PRESSES))
     raise UserError(f"there is no press {given!r}; there are {known}")
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is that of two classes of the user's own; see `press_name`."""
+    return re.match(r"[\w.]+:", name) is not None
+
+
+def class_of(presses: Presses, name: str) -> type[Any]:
+    """The press `name` of a package, or the one of the user's own with the same mechanism.
+
+    Raises:
+        KeyError: if no press has that name.
+    """
+    if is_own(name):
+        return _own_classes(name)[presses is patch_impl.PRESSES]
+    return presses[name]
+
+
+def _own_classes(text: str) -> list[type[Any]]:
+    """The two classes that a text names.
+
+    Raises:
+        UserError: if they cannot be imported, are not a press with hooks and one with patches, or
+            have no field `compression_ratio`.
+    """
+    with refusing(f"cannot import {text!r}", ImportError, AttributeError, ValueError):
+        classes: list[Any] = [resolve_name(part.strip()) for part in text.split(",")]
+    are_presses = [getattr(cls, "mechanism", None) for cls in classes] == ["hooks", "patches"]
+    if not (are_presses and all("compression_ratio" in signature(c).parameters for c in classes)):
+        raise UserError(
+            f"{text!r} is not a press with hooks and one with patches, both with a field "
+            "compression_ratio; derive them from ScorerPress of hooks_impl and of patch_impl, as "
+            "in my_module:MyHookPress,my_module:MyPatchPress"
+        )
+    return classes
 
 
 # ---- recipes -------------------------------------------------------------------------------------
@@ -79,7 +122,6 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
         KeyError: if no press has that name.
         HyperparameterError: if the ratio is out of range.
     """
-    presses[name]
     if not 0 <= ratio < 1:
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
     made = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
@@ -89,7 +131,7 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
     if name == "ComposedPress":
         half = 1 - (1 - ratio) ** 0.5
         made["presses"] = [recipe(presses, each, half, length) for each in made["presses"]]
-    return presses[name](**made)
+    return class_of(presses, name)(**made)
 
 
 def _amount(name: str, ratio: float, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,14 +179,15 @@ def suited_pair(name: str, ratio: float, length: int, model: PreTrainedModel) ->
     A press that does not support `model` raises an error when it is opened, not here.
     """
     pair = recipe_pair(name, ratio, length)
-    if all(_knows(press, model) for press in pair):
+    if all(can_open(press, model) for press in pair):
         return pair
     if isinstance(pair.hook, KVzip):  # there is no tokenizer
         pair = PressPair(*(replace(press, prompts=PROMPTS) for press in pair))  # type: ignore[call-arg]
     return fitted_pair(pair, model)
 
 
-def _knows(press: InstalledPress, model: PreTrainedModel) -> bool:
+def can_open(press: InstalledPress, model: PreTrainedModel) -> bool:
+    """Whether `press` fits `model`, and all that it has to know of the model is there."""
     with suppress(PressError):
         bound_to(press, model)
         return True

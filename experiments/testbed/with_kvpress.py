@@ -26,6 +26,7 @@ import pandas as pd
 from rich.progress import Progress
 
 from experiments.framework.shared import printed_by
+from experiments.testbed.recipes import is_own, press_name
 
 NAME = "kvpress"
 
@@ -80,7 +81,12 @@ def main(module: str) -> None:
     # Standard output is for the result, so prints of libraries are redirected to stderr.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    rows = import_module(module).beside_kvpress(**json.load(sys.stdin))
+    options, known = json.load(sys.stdin), presses_of_kvpress()
+    if given := options["press"]:  # kvpress has neither presses of the user's own nor all others
+        options["press"] = [
+            name for name in given if not is_own(name) and press_name(name) in known
+        ]
+    rows = import_module(module).beside_kvpress(**options) if options["press"] or not given else []
     with output:
         theirs = [row for row in rows if row.get("mechanism", NAME) == NAME]
         json.dump([row | {"transformers": version("transformers")} for row in theirs], output)

@@ -49,7 +49,9 @@ RUNS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
 
 @pytest.mark.parametrize(("name", "options", "rows"), RUNS)
 def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
-    result = run(name, f"{SMALL.get(name, '')} {options}", "--output", str(tmp_path))
+    result = run(
+        name, f"{SMALL.get(name, '')} {options}".replace("{own}", OWN), "--output", str(tmp_path)
+    )
     assert result.exit_code == 0, result.output
     experiment = import_module(f"experiments.questions.{name}").EXPERIMENT
     tables = {path.stem: read_table(path) for path in tmp_path.glob("*.csv")}

@@ -19,6 +19,7 @@ from experiments.answers.presses import make_press
 from experiments.answers.settings import Settings, settings_from
 from press_core import HyperparameterError, Tokens
 from tests.experiments.sweeping import SMALL
+from tests.experiments.test_equivalence import NewestPatch, NewestPress
 from tests.experiments.tiny import REFUSED
 
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
@@ -36,6 +37,12 @@ def test_a_press_is_what_its_text_says(text, amount, python):
         press = make_press(text, mechanism, eval(amount), 7)
         assert press == eval(python, {**vars(package), "Tokens": Tokens})
         assert make_press(repr(press), mechanism, None, 0) == press
+
+
+def test_two_classes_of_ones_own_are_a_press():
+    text = f"{NewestPress.__module__}:NewestPress, {NewestPatch.__module__}:NewestPatch"
+    for mechanism, made in (("hook", NewestPress(0.25)), ("patch", NewestPatch(0.25))):
+        assert make_press(text, mechanism, 0.25, 7) == made
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,7 @@ def test_settings_that_cannot_be_are_named(tmp_path, text, words):
         "generation: {trust_remote_code: true}",
         "model_kwargs: {trust_remote_code: true}",
         "trust_remote_code: true",
+        "press: [KnormPress, 'my_presses:MyHookPress,my_presses:MyPatchPress']",
     ],
 )
 def test_a_file_runs_no_code(tmp_path, text):
@@ -134,12 +142,8 @@ def test_cells_are_the_grid_each_once():
     single = [cell[1:] for cell in cells if cell.dataset == "facts/single@512"]
     assert single == [
         (NO_PRESS, 0.0, "bare", None),
-        ("SnapKVPress", 0.5, "hook", None),
-        ("SnapKVPress", 0.8, "hook", None),
-        ("SnapKVPress", 0.5, "patch", None),
-        ("SnapKVPress", 0.8, "patch", None),
-        (DECODING, None, "hook", None),
-        (DECODING, None, "patch", None),
+        *(("SnapKVPress", share, name, None) for name in ("hook", "patch") for share in (0.5, 0.8)),
+        *((DECODING, None, name, None) for name in ("hook", "patch")),
     ]
 
 

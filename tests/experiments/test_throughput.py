@@ -127,11 +127,11 @@ def test_nothing_is_predicted_of_sliding_windows():
 def test_what_fits_is_found_by_measuring(model, monkeypatch):
     """Presses that take 10 bytes a token, beside the weights."""
     with pytest.raises(UserError, match=r"weights .*alone"):
-        throughput.measure_fits(Options(limit="1KiB"), SILENT)
+        throughput.measure_fits(Options(limit=1024), SILENT)
     monkeypatch.setattr(measuring, "peak_of", lambda spec, press, n, batch, tokens: 10 * n * batch)
     monkeypatch.setattr(throughput, "DEEP", TINY)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    options = Options(limit=str(weights + 10 * 3000), batch=(4, 2), press=("Knorm",))
+    options = Options(limit=weights + 10 * 3000, batch=(4, 2), press=("Knorm",))
     rows = throughput.measure_fits(options, SILENT)
     assert rows["press"].tolist() == ["no press", "KnormPress"]
     assert set(rows["batch"]) == {2}
@@ -247,7 +247,7 @@ def test_what_is_measured_by_default():
     assert Options().parts == tuple(Part)
     own = Options(model="facts-llama")
     assert own.parts == (Part.SPEED,)
-    assert replace(own, limit="8GiB").parts == (Part.SPEED, Part.FITS)
+    assert replace(own, limit=2**33).parts == (Part.SPEED, Part.FITS)
     assert replace(own, part=(Part.FIRST_TOKEN,)).parts == (Part.FIRST_TOKEN,)
 
 

@@ -83,10 +83,10 @@ class Options:
     memory: Annotated[bool, typer.Option(help="Also measure the peak memory of answers.")] = True
     kvpress: shared.Kvpress = True
     limit: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             help="Memory for weights and the longest context, such as 8GiB.",
-            callback=flags.checked_size,
+            parser=flags.n_bytes,
             show_default="128MiB",
         ),
     ] = None
@@ -238,7 +238,7 @@ def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
 
 def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput_fits`: the model without a press, and each press with hooks."""
-    limit, spec = flags.n_bytes(options.limit or "128MiB"), options.spec(DEEP)
+    limit, spec = options.limit or 128 * 2**20, options.spec(DEEP)
     weights = sum(parameter.nbytes for parameter in spec.load().parameters())
     if weights >= limit:
         raise UserError(
