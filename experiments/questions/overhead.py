@@ -243,7 +243,7 @@ class Overhead(Experiment[Options]):
     smaller share. All conditions decode from the same pruned cache, so these times do not show
     what attention over a pruned cache saves. Only the first model is compiled, with the last
     press, because a deep model takes minutes; each condition is compiled once, so the interval does
-    not cover compilation.
+    not cover compilation, and the ratio of another run can differ by several percent.
     """
 
     name = "overhead"
