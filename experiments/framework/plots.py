@@ -84,7 +84,7 @@ def new_figure(
 
 def press_label(name: str) -> str:
     """Name of a press in figures and tables: `"SnapKV"` for `"SnapKVPress"`."""
-    return " / ".join(each.removesuffix("Press") for each in press_classes(name).split(" / "))
+    return "/".join(each.removesuffix("Press") for each in press_classes(name).split(" / "))
 
 
 def press_classes(name: str) -> str:
