@@ -160,6 +160,6 @@ def _results(results: pd.DataFrame) -> Table:
 
 def press_words(press: str) -> str:
     """The short name of a press: `AdaKV(SnapKV)` for `AdaKVPress(SnapKVPress())`."""
-    return (
-        press_label(press) if is_own(press) else press.replace("Press()", "").replace("Press", "")
-    )
+    if is_own(press):
+        return press_label(press)
+    return press.replace("Press()", "").replace("Press", "")

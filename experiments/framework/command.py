@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
+import torch
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import set_seed
 from typer.models import OptionInfo
 
 from experiments.framework.experiment import AnyExperiment, Tables
@@ -88,7 +90,8 @@ def measured(experiment: AnyExperiment, options: Any, progress: Progress) -> Tab
     Raises:
         ValueError: if a table's name does not start with the experiment's.
     """
-    set_seed(SEED)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(SEED)
     with progress:
         tables = experiment.measure(options, progress)
     check_names(experiment.name, tables)

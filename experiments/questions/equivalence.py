@@ -40,9 +40,6 @@ EQUAL, REFUSED, DIFFERENT = "the same bits", "refused by both", "different bits"
 LOOKS = {EQUAL: ("", "#c7e8dc"), REFUSED: ("\N{EN DASH}", "#eeeeee"), DIFFERENT: ("x", "#f4b6a0")}
 """Text and colour of a cell of the figure, by outcome."""
 
-PressMaker = Callable[[float], PressPair]
-"""Makes a press with both mechanisms from a compression ratio."""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -101,12 +98,12 @@ def _load(options: Options, name: str, dtype: str, attn: str) -> PreTrainedModel
 
 
 def run_grid(
-    presses: Mapping[str, PressMaker], options: Options, progress: Progress
+    presses: Mapping[str, Callable[[float], PressPair]], options: Options, progress: Progress
 ) -> pd.DataFrame:
     """Compare both mechanisms in every cell of a grid.
 
     Args:
-        presses: press makers by name.
+        presses: by name, functions that make a press with both mechanisms from a ratio.
 
     Returns:
         A row per `press`, `ratio`, `family` (or the name of the user's model) and `dtype`, over all

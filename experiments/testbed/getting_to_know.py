@@ -34,6 +34,10 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         sites = attention_sites(model)
     config = model.config.get_text_config()
     token_seconds, step_seconds = _pace(model)
+
+    def opens(name: str) -> bool:
+        return all(can_open(press, model) for press in recipe_pair(name, 0.5, PROBE))
+
     return OwnModel(
         model=full_name(name),
         name=short_name(name),
@@ -44,11 +48,7 @@ def get_to_know(name: str, dtype: str = "float32", device: str = "cpu") -> OwnMo
         trained=trained_length(model),
         heads=sum(site.num_kv_heads for site in sites),
         keeps_all=len(sites) == config.num_hidden_layers,
-        presses=tuple(
-            name
-            for name in hooks_impl.PRESSES
-            if all(can_open(press, model) for press in recipe_pair(name, 0.5, PROBE))
-        ),
+        presses=tuple(filter(opens, hooks_impl.PRESSES)),
         token_seconds=token_seconds,
         step_seconds=step_seconds,
         attn=model.config._attn_implementation,

@@ -120,6 +120,7 @@ def test_the_status_tells_whether_all_is_equal_and_the_first_difference_is_named
 def test_status_is_1_where_there_is_nothing_to_compare():
     result = invoke("--press", "ExpectedAttentionPress", *SMALL, "--family", "gpt2")
     assert result.exit_code == 0, "llama was compared"
+    assert "ExpectedAttentionPress on gpt2" in words(result)
     result = invoke("--press", "ExpectedAttentionPress", "--family", "gpt2", "--dtype", "float32")
     assert result.exit_code == 1
     assert "Nothing was compared" in words(result)

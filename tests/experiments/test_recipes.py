@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import hooks_impl
+from experiments import UserError
 from experiments.loading import load_model
 from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import DELIMITER, PROMPTS, press_name, recipe_pair, suited_pair
@@ -78,3 +79,5 @@ def test_prompts_are_those_of_the_tokenizer_or_made_up(model):
 def test_presses_are_named_with_and_without_press_and_in_any_case():
     for given in ("SnapKVPress", "SnapKV", "snapkv", "SNAPKVPRESS"):
         assert press_name(given) == "SnapKVPress"
+    with pytest.raises(UserError, match=r"no press 'Snap'.* AdaKV, .*ThinK"):
+        press_name("Snap")

@@ -89,17 +89,7 @@ def test_settings_that_cannot_be_are_named(tmp_path, text, words):
         settings_from(tmp_path / "other.yaml", {})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "generation: {custom_generate: DIR}",
-        "generation: {custom_generate: DIR, trust_remote_code: true}",
-        "generation: {trust_remote_code: true}",
-        "model_kwargs: {trust_remote_code: true}",
-        "trust_remote_code: true",
-        "press: [KnormPress, 'my_presses:MyHookPress,my_presses:MyPatchPress']",
-    ],
-)
+@pytest.mark.parametrize("text", REFUSED["code"])
 def test_a_file_runs_no_code(tmp_path, text):
     (tmp_path / "sweep.yaml").write_text(text)
     with pytest.raises(UserError, match=r"not allowed|given by its flag alone"):
