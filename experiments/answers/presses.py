@@ -18,7 +18,8 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from experiments import UserError, refusing
-from experiments.testbed.recipes import MECHANISMS, Presses, class_of, is_own, press_name
+from experiments.framework.plots import is_own
+from experiments.testbed.recipes import MECHANISMS, Presses, class_of, press_name
 from press_core import HyperparameterError, Tokens
 from press_core.budget import Amount
 from press_core.scope import InstalledPress

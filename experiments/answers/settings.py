@@ -18,8 +18,8 @@ from pydantic.dataclasses import dataclass
 
 from experiments import UserError, data_of, refusing
 from experiments.answers.datasets import SOURCES
+from experiments.framework.plots import is_own
 from experiments.framework.wording import refused
-from experiments.testbed.recipes import is_own
 
 SWEPT = ("press", "ratio", "budget", "mechanism", "dataset")
 """Settings that define cells; all others are the set-up that the cells of a folder share."""

@@ -23,9 +23,8 @@ from experiments.answers.settings import Settings, settings_from
 from experiments.answers.store import Store, setup_of
 from experiments.framework.command import with_flags
 from experiments.framework.intervals import bracketed
-from experiments.framework.plots import press_label
+from experiments.framework.plots import is_own, press_label
 from experiments.framework.tables import ResultTable
-from experiments.testbed.recipes import is_own
 
 
 def sweep(

@@ -87,6 +87,11 @@ def press_label(name: str) -> str:
     return "/".join(each.removesuffix("Press") for each in press_classes(name).split(" / "))
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is that of a class of the user's own, `"my_module:MyPress"`, or of two."""
+    return re.match(r"[\w.]+:", name) is not None
+
+
 def press_classes(name: str) -> str:
     """`name`, with classes of the user's own, `"my_module:MyPress,..."`, without their modules."""
     return " / ".join(dict.fromkeys(each.rpartition(":")[2] for each in name.split(",")))

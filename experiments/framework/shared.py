@@ -15,6 +15,7 @@ from rich.progress import Progress
 from experiments import UserError
 from experiments.framework.intervals import mean_interval, median_interval
 from experiments.framework.options import checked_positive_share, several
+from experiments.framework.plots import is_own
 
 # ---- fields of options ---------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ ModelOrOwn = Annotated[
 def _in_pairs(values: list[str]) -> list[str]:
     """`values`, with a hook press of the user's own joined to the patch press after it."""
     each = iter(values)
-    return [",".join([name, *islice(each, 1)]) if ":" in name else name for name in each]
+    return [",".join([name, *islice(each, 1)]) if is_own(name) else name for name in each]
 
 
 Presses = Annotated[

@@ -13,7 +13,6 @@ hundreds of tokens. Without one, windows and chunks are small enough for a few d
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 import hooks_impl
 import patch_impl
 from experiments import UserError, data_of, refusing
-from experiments.framework.plots import press_label
+from experiments.framework.plots import is_own, press_label
 from experiments.testbed.compare import Inputs, PressPair
 from press_core import HyperparameterError, Needs, PressError
 from press_core.budget import n_kept
@@ -67,11 +66,6 @@ def press_name(given: str) -> str:
             return name
     known = ", ".join(map(press_label, hooks_impl.PRESSES))
     raise UserError(f"there is no press {given!r}; there are {known}")
-
-
-def is_own(name: str) -> bool:
-    """Whether a name is that of two classes of the user's own; see `press_name`."""
-    return re.match(r"[\w.]+:", name) is not None
 
 
 def class_of(presses: Presses, name: str) -> type[Any]:

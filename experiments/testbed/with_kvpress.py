@@ -25,8 +25,9 @@ from typing import Any
 import pandas as pd
 from rich.progress import Progress
 
+from experiments.framework.plots import is_own
 from experiments.framework.shared import printed_by
-from experiments.testbed.recipes import is_own, press_name
+from experiments.testbed.recipes import press_name
 
 NAME = "kvpress"
 

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from experiments import UserError
+from experiments.framework.plots import press_label
 from experiments.loading import load_model
 from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import DELIMITER, PROMPTS, press_name, recipe_pair, suited_pair
@@ -81,3 +82,4 @@ def test_presses_are_named_with_and_without_press_and_in_any_case():
         assert press_name(given) == "SnapKVPress"
     with pytest.raises(UserError, match=r"no press 'Snap'.* AdaKV, .*ThinK"):
         press_name("Snap")
+    assert press_label("mine:MyHookPress,mine:MyPatchPress") == "MyHook/MyPatch"  # one word
