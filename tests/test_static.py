@@ -143,7 +143,8 @@ def test_a_step_compiles_as_one_graph(package, name, is_static, masked):
     model, ids = build("llama", num_layers=layers), token_ids(1, 26)
     logits = []
     with PRESSES[name](package)(model):
-        for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        more = {"dynamic": is_static or None, "fullgraph": True, "backend": "eager"}
+        for step in (model, torch.compile(model, **more)):
             cache = StaticCache(config=model.config, max_cache_len=48)
             cache = cache if is_static else DynamicCache(config=model.config)
             model(ids[:, :20], past_key_values=cache)

@@ -255,7 +255,7 @@ def helped(
     """
     if not isinstance(layer, PrunedLayer) or not layer.is_pruned:
         return given
-    if attends is not (ReadingNeeds.ATTENTION in layer.needs):
+    if ReadingNeeds.ATTENTION in layer.needs and not attends:
         return given
     current.reading = layer
     if (READ, site.name) in forward.notes:  # another scope has prepared this call
