@@ -1,8 +1,31 @@
-"""Errors in one line, and durations in words."""
+"""Sentences of findings, errors in one line, and durations in words."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from experiments import data_of
+from experiments.framework.experiment import Finding
+
+
+def sentences(module: str) -> Callable[..., Finding]:
+    """Makes findings whose sentences are in the YAML file beside a module.
+
+    Args:
+        module: path of the module. By the name of a finding, the file has what it `says`, with a
+            field in braces for each value, and the `need`, if any.
+
+    Returns:
+        `finding(name, verdict=None, evidence=None, **values)`.
+    """
+    known: dict[str, dict[str, str]] = data_of(module)
+
+    def finding(name: str, verdict: Any = None, evidence: Any = None, **values: Any) -> Finding:
+        says, need = known[name]["says"], known[name].get("need", "")
+        return Finding(name, says.format(**values), need, verdict, evidence)
+
+    return finding
 
 
 def in_one_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from experiments.framework.experiment import Evidence, Finding, Tables
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
 from experiments.mechanisms import OURS, TRIED, scenarios
 from experiments.testbed.compare import Response, random_tokens
@@ -56,6 +57,8 @@ def _evict_by_hand(cache: DynamicCache) -> None:
         index = kept.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
         layer.keys, layer.values = (s.gather(2, index) for s in (layer.keys, layer.values))
 
+
+_finding = sentences(__file__)
 
 MINE = tuple(name for name in TRIED if name.partition(", ")[0] in OURS)
 """The mechanisms of this project, among all that are tested."""
@@ -190,17 +193,13 @@ class Coexistence(scenarios.Scenarios[Options]):
         table = table[table["companion"] != NOTHING]
         for others, part in table.groupby(~table["mechanism"].isin(MINE)):
             wrong, errors = (part[part["outcome"] == outcome] for outcome in (WRONG, ERROR))
-            who = "the other mechanisms" if others else "hooks and patches of this project"
             of_one = [
                 f" ({n} with {name})" for name, n in wrong["mechanism"].value_counts().items()
             ]
-            text = (
-                f"Beside other libraries, {who} are silently wrong in **{len(wrong)}** of "
-                f"{len(part)} trials{''.join(of_one[:1])} and raise errors in {len(errors)}."
-            )
-            need = "use presses beside accelerate, PEFT and torch.compile"
-            works: Any = "breaks" if len(wrong) else "costs" if len(errors) else "works"
-            found.append(Finding("others", text) if others else Finding("own", text, need, works))
+            said = {"wrong": len(wrong), "n": len(part), "errors": len(errors)}
+            verdict = "breaks" if len(wrong) else "costs" if len(errors) else "works"
+            name, own = ("others", None) if others else ("own", verdict)
+            found.append(_finding(name, own, most="".join(of_one[:1]), **said))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:

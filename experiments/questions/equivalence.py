@@ -30,6 +30,7 @@ from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_classes, press_label
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
+from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
@@ -39,6 +40,8 @@ from press_core import PressError
 EQUAL, REFUSED, DIFFERENT = "the same bits", "refused by both", "different bits"
 LOOKS = {EQUAL: ("", "#c7e8dc"), REFUSED: ("\N{EN DASH}", "#eeeeee"), DIFFERENT: ("x", "#f4b6a0")}
 """Text and colour of a cell of the figure, by outcome."""
+
+_finding = sentences(__file__)
 
 
 @dataclass(frozen=True)
@@ -191,16 +194,9 @@ class Equivalence(Experiment[Options]):
         cells = tables["equivalence"]
         compared, differ = cells[["compared", "differ"]].sum()
         if not compared:
-            n_cells = cells["cells"].sum()
-            text = f"Nothing was compared: both mechanisms refuse all **{n_cells}** combinations."
-            return [Finding("bits", text)]
-        text = (
-            f"Hooks and patches leave caches or logits with different bits in **{differ:,}** of "
-            f"{compared:,} combinations of press, model, dtype, attention implementation and "
-            "padding."
-        )
-        need = "get the same cache from either mechanism"
-        return [Finding("bits", text, need, "breaks" if differ else "works")]
+            return [_finding("refused", n=cells["cells"].sum())]
+        found = _finding("bits", "breaks" if differ else "works", differ=differ, compared=compared)
+        return [found]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         cells = tables["equivalence"]

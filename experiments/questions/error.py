@@ -24,11 +24,14 @@ from experiments.framework.options import Device, Dtype, chosen_device
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
 from experiments.testbed.facts import UNSEEN, VOCABULARY, Task
 from experiments.testbed.masked import Reader, Sample, harm
 from experiments.testbed.recipes import press_name, suited_pair
 from press_core import PressError
+
+_finding = sentences(__file__)
 
 DRAWN = (
     *("SnapKVPress", "AdaKVPress", "ExpectedAttentionPress", "TOVAPress", "KVzipPress"),
@@ -177,30 +180,20 @@ class Error(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         error, logits = explained(tables), tables["error_logits"]
         other = int((~logits["equal"].astype(bool)).sum())
-        equal = (
-            f"Hooks and patches give attention outputs or logits with different bits for "
-            f"**{other}** of {len(logits)} presses."
-        )
-        verdict: Any = "breaks" if other else None
-        bits = Finding("equal", equal, verdict=verdict, evidence=Evidence.BITS)
+        verdict = "breaks" if other else None
+        bits = _finding("equal", verdict, Evidence.BITS, other=other, n=len(logits))
         if error.empty:
             return [bits]
         by_press = error.groupby("press")["logit_error"]
         shares = by_press.agg(lambda e: e.nlargest(max(1, len(e) // 4)).sum() / e.sum())
-        where = (
-            f"With {error['ratio'].iloc[0]:.0%} evicted, the worst quarter of the "
-            f"{by_press.size().max()} KV heads causes **{shares.mean():.0%}** of the summed logit "
-            f"error, mean of {len(shares)} presses ({shares.min():.0%} to {shares.max():.0%})."
-        )
+        ends = {"mean": shares.mean(), "low": shares.min(), "high": shares.max()}
+        heads, ratio = by_press.size().max(), error["ratio"].iloc[0]
+        where = _finding("where", ratio=ratio, heads=heads, n=len(shares), **ends)
         related = error["mass_lost"].corr(error["alone"], method="spearman")
         ranks = error.groupby("press")[["mass_lost", "alone"]].corr(method="spearman")
         within = ranks.xs("alone", level=1)["mass_lost"]
-        mass = (
-            f"Lost attention mass and output error of a head have a Spearman correlation of "
-            f"**{related:.2f}** over {len(shares)} presses, {within.min():.2f} to "
-            f"{within.max():.2f} within one (median {within.median():.2f})."
-        )
-        return [Finding("where", where), Finding("mass", mass), bits]
+        ends = {"low": within.min(), "high": within.max(), "median": within.median()}
+        return [where, _finding("mass", related=related, n=len(shares), **ends), bits]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         """A row per press, the smallest logit error first."""

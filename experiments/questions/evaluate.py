@@ -22,8 +22,11 @@ from experiments.framework.frames import heat_maps, wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed, mean_interval
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
 
 __all__ = ["EXPERIMENT", "Evaluate", "command"]
+
+_finding = sentences(__file__)
 
 TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 16 facts"}
 """Names of the study's tasks in figures and tables."""
@@ -84,22 +87,14 @@ class Evaluate(Experiment[Settings]):
         table = tables[self.name]
         bare = table.loc[table["press"] == NO_PRESS, "score"].mean()
         if bare < LEAST:
-            text = (
-                f"Without a press the model answers only **{bare:.0%}** correctly, too few for "
-                "these tasks to compare presses."
-            )
-            return [Finding("best", text), _finding_on_agreement(table)]
+            return [_finding("few", right=bare), _finding_on_agreement(table)]
         rows = _compared(table)
         most = rows["ratio"].max()
         means = rows[rows["ratio"] == most].groupby("press", sort=False)["score"].mean()
         press, right = means.idxmax(), means.max()
         interval = _interval(rows[(rows["ratio"] == most) & (rows["press"] == press)])
-        text = (
-            f"With {most:.0%} of the context evicted, {press}, best of {len(means)} presses, "
-            f"answers **{right:.0%}**{interval} correctly, averaged over the tasks."
-        )
-        need = "ask of a context that was compressed before"
-        best = Finding("best", text, need, "works" if right >= 0.9 else "costs")
+        said = {"most": most, "press": press, "n": len(means), "right": right, "interval": interval}
+        best = _finding("best", "works" if right >= 0.9 else "costs", **said)
         return [best, _finding_on_agreement(table)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
@@ -171,8 +166,8 @@ def _finding_on_agreement(table: pd.DataFrame) -> Finding:
     answers = pressed.groupby(["dataset", "press", "ratio"])["answers"].agg(["size", "nunique"])
     both = answers[answers["size"] == 2]
     other = int((both["nunique"] > 1).sum())
-    text = f"Hook and patch gave different answers in **{other}** of {len(both)} cells."
-    return Finding("agreement", text, "", "breaks" if other else None, Evidence.BITS)
+    verdict = "breaks" if other else None
+    return _finding("agreement", verdict, Evidence.BITS, other=other, n=len(both))
 
 
 EXPERIMENT = Evaluate()

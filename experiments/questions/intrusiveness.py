@@ -32,7 +32,7 @@ from experiments.framework.experiment import Claim, Contrast, Evidence, Experime
 from experiments.framework.frames import frame_table, heat_maps
 from experiments.framework.options import checking
 from experiments.framework.tables import ResultTable
-from experiments.framework.wording import in_one_line
+from experiments.framework.wording import in_one_line, sentences
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import OURS, TRIED, Opens, contained
 from experiments.mechanisms.scenarios import answer
@@ -42,6 +42,7 @@ ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
 """Virtual environments, in the root of the repository, that may have the audited libraries."""
 _PYTHON = "bin/python"
 ROOT = Path(__file__).parents[2]
+_finding = sentences(__file__)
 
 
 def _has_python(environment: Path) -> bool:
@@ -253,13 +254,9 @@ class Intrusiveness(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         exits = tables["intrusiveness_exits"]
         own, others = (_left(exits, ours) for ours in (True, False))
-        text = (
-            f"Hooks and patches leave **{own.sum()}** changed entries behind after any of "
-            f"{exits['exit'].nunique()} ways to leave their scope; {(others > 0).sum()} of "
-            f"{len(others)} other mechanisms leave some."
-        )
-        need = "get the model back as it was"
-        return [Finding("left", text, need, "breaks" if own.sum() else "works")]
+        said = {"left": own.sum(), "some": (others > 0).sum(), "n": len(others)}
+        verdict = "breaks" if said["left"] else "works"
+        return [_finding("left", verdict, exits=exits["exit"].nunique(), **said)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         changes, exits = tables["intrusiveness"], tables["intrusiveness_exits"]

@@ -242,8 +242,9 @@ class Overhead(Experiment[Options]):
     that the cost of a mechanism is visible; on a wider model or a GPU the same microseconds are a
     smaller share. All conditions decode from the same pruned cache, so these times do not show
     what attention over a pruned cache saves. Only the first model is compiled, with the last
-    press, because a deep model takes minutes; each condition is compiled once, so the interval does
-    not cover compilation, and the ratio of another run can differ by several percent.
+    press, because a deep model takes minutes; each condition is compiled once, while the scopes of
+    all are open, so the interval does not cover compilation, and the ratio of another run, or of a
+    scope that is open alone, can differ by several percent.
     """
 
     name = "overhead"

@@ -28,6 +28,7 @@ from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
 from experiments.testbed.facts import (
     SEEN,
@@ -40,7 +41,8 @@ from experiments.testbed.facts import (
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
-LEFT_OUT: dict[str, list[str]] = data_of(__file__)
+LEFT_OUT: dict[str, list[str]] = data_of(__file__)["left_out"]
+_finding = sentences(__file__)
 """Presses that the experiment does not compare, by the reason."""
 
 NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in names}
@@ -206,22 +208,15 @@ class Quality(Experiment[Options]):
         ratio = good.index.max() if len(good) else highest.index.min()
         most, at_ratio = f"{highest[ratio]:.0%}", chosen[chosen["ratio"] == ratio]
         best = at_ratio[at_ratio["accuracy"].map("{:.0%}".format) == most]["press"]
-        named = best.iloc[0] if len(best) == 1 else f"{len(best)} presses"
-        text = (
-            f"With {ratio:.0%} of the context evicted and the question {question} by the press, "
-            f"{named} still {'answers' if len(best) == 1 else 'answer'} **{most}** of the "
-            "questions correctly."
-        )
-        works: Any = "works" if len(good) else "costs"
+        named, verb = f"{len(best)} presses", "answer"
+        if len(best) == 1:
+            named, verb = best.iloc[0], "answers"
+        said = {"ratio": ratio, "question": question, "named": named, "verb": verb, "most": most}
         total, same = agreement[["answers", "same"]].sum()
-        differ: Any = "works" if total == same else "breaks"
-        bits = (
-            f"Hook and patch gave different answers to **{total - same:,}** of {total:,} questions."
-        )
-        need = "get the same answers from either mechanism"
+        bits = {"differ": total - same, "total": total}
         return [
-            Finding("best", text, "evict most of a context", works),
-            Finding("agreement", bits, need, differ, Evidence.BITS),
+            _finding("best", "works" if len(good) else "costs", **said),
+            _finding("agreement", "works" if total == same else "breaks", Evidence.BITS, **bits),
         ]
 
     def views(self, tables: Tables) -> list[ResultTable]:

@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from experiments import UserError, data_of
+from experiments import UserError
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.intervals import METHOD, bracket, bracketed
@@ -44,6 +44,7 @@ from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
+from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
 from experiments.testbed import streams
 from experiments.testbed.getting_to_know import trained_length
@@ -156,7 +157,7 @@ UNTRAINED = 0.95
 Verdict = Literal["works", "breaks"] | None
 _VERBS = {"works": "holds", "breaks": "breaks", None: "is undecided"}
 
-_SAYS: dict[str, dict[str, str]] = data_of(__file__)
+_finding = sentences(__file__)
 _SINKS = {IN_CACHE: "sinks", WINDOW: "window", SINKS: "positions"}
 """Name of the finding about each cache."""
 
@@ -165,20 +166,15 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     """How much loss a window adds without the first tokens, and whether keeping them avoids it."""
     loss, guess = rows_of(streaming, RECOMPUTED)["loss"].mean(), streaming["guessing"].iloc[0]
     if loss > UNTRAINED * guess:  # no cache can make it worse
-        untrained = (
-            f"The model predicts the text no better than a uniform guess (**{loss:.2f}** nats per "
-            f"token against {guess:.2f}), so caches cannot be compared."
-        )
-        return [Finding("sinks", untrained)]
+        return [_finding("untrained", loss=loss, guess=guess)]
     known = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, name in _SINKS.items():
         above, low, high = lost(streaming, cache).values()
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{above:+.3f}**{bracket(low, high, '+.3f')}"
-        says, need = _SAYS[name]["says"], _SAYS[name]["need"]
-        text = says.format(verb=_VERBS[verdict], nats=nats, broken=BROKEN, **known)
-        found.append(Finding(name, text, need, verdict))
+        values = {"verb": _VERBS[verdict], "nats": nats, "broken": BROKEN, **known}
+        found.append(_finding(name, verdict, **values))
     return found
 
 
@@ -187,20 +183,15 @@ def find_pace(streaming: pd.DataFrame) -> Finding:
     full, *bounded = (slowdown(rows_of(streaming, cache)) for cache in STREAMED)
     *least, most = dict.fromkeys(map("{:.2f}".format, sorted(bounded)))  # one, if they print alike
     than_full = "" if np.isnan(full) else f", {full:.2f} in a full one"  # it may end too early
-    text = (
-        f"Tokens in a stream's last quarter take {f'{least[0]} to ' if least else ''}**{most}** "
-        f"times as long as in its second with bounded caches{than_full}."
-    )
-    return Finding("pace", text, evidence=Evidence.TIME)
+    ends = {"least": f"{least[0]} to " if least else "", "most": most, "than_full": than_full}
+    return _finding("pace", None, Evidence.TIME, **ends)
 
 
 def find_growth(streaming: pd.DataFrame) -> Finding:
     """Whether the memory of bounded caches stays constant along a stream."""
     held = [evicting(rows_of(streaming, cache))["bytes"] for cache in STREAMED[1:]]
     grown = max(n_bytes.max() / n_bytes.min() for n_bytes in held)
-    text = f"While evicting, bounded caches grow by a factor of at most **{grown:.2f}** in bytes."
-    stays: Verdict = "works" if grown < 1.05 else "breaks"
-    return Finding("growth", text, "bound the memory of a stream", stays, Evidence.BYTES)
+    return _finding("growth", "works" if grown < 1.05 else "breaks", Evidence.BYTES, grown=grown)
 
 
 class Streaming(Experiment[Options]):

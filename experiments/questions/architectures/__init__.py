@@ -19,6 +19,7 @@ from experiments.framework.frames import heat_maps
 from experiments.framework.options import checking, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
 from experiments.questions.architectures.cells import SUBJECTS
 from experiments.questions.architectures.decoders import DATA, decoders
 from experiments.questions.architectures.sweep import condensed, measure, why
@@ -104,7 +105,7 @@ class Architectures(Experiment[Options]):
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
-        return [_finding(name, table) for name, table in tables.items()]
+        return [_found(name, table) for name, table in tables.items()]
 
     def remarks(self, tables: Tables) -> list[str]:
         """The decoders that could not be tested."""
@@ -168,28 +169,24 @@ def figure(table: pd.DataFrame) -> Figure:
     return heat_maps({title: counts}, label, "{:.0f}")
 
 
-def _finding(name: str, table: pd.DataFrame) -> Finding:
+def _found(name: str, table: pd.DataFrame) -> Finding:
     """On how many decoders presses are right, with the installed or the oldest transformers."""
-    reached = reach(table)
+    reached, wrong = reach(table), int(table["bad"].sum())
     presses = reached[reached["press"] != "nothing evicted"]
     reaches = presses.groupby("type")["reach"].agg(set)
-    wrong, every = int(table["bad"].sum()), sum(found == {BOTH} for found in reaches)
-    some, newest = sum(BOTH in found for found in reaches), name == "architectures"
-    n = presses["press"].nunique()
-    who = f"All {n} swept" if newest else f"With the oldest transformers, all {n}"
-    how = "right by both mechanisms" if newest else "right"
-    text = (
-        f"{who} presses are {how} on {every} of {len(reaches)} decoders, at least one on "
-        f"**{some}**; {wrong} of {table['cells'].sum():,} cases are wrong."
-    )
-    if not newest:
-        return Finding("oldest", text)
-    return Finding("reach", text, "prune the model that you run", "breaks" if wrong else "works")
+    verdict = "breaks" if wrong else "works"
+    counts = {"n": presses["press"].nunique(), "of": len(reaches), "cells": table["cells"].sum()}
+    counts |= {"every": sum(found == {BOTH} for found in reaches), "wrong": wrong}
+    counts |= {"some": sum(BOTH in found for found in reaches)}
+    if name != "architectures":
+        return _finding("oldest", **counts)
+    return _finding("reach", verdict, **counts)
 
 
 # ---- the oldest transformers ---------------------------------------------------------------------
 
 
+_finding = sentences(__file__)
 _ROOT = Path(__file__).parents[3]
 _OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
 """The interpreter for which `make test-oldest` installs the oldest supported transformers."""

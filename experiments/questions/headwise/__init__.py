@@ -33,6 +33,7 @@ from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
 from experiments.questions.headwise.budgets import ALL, compare
 from experiments.questions.headwise.four_ways import (
@@ -55,6 +56,7 @@ TIMED = random_llama(
     "6 layers of 8/4 heads of 64", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64
 )
 _BY_HOOK, _RAGGED = "mask by hook", "ragged"
+_finding = sentences(__file__)
 
 
 class Part(str, Enum):
@@ -230,16 +232,12 @@ def find_worth(tables: Tables) -> Iterator[Finding]:
     overall, pairs = means.loc[ALL], means.drop(index=ALL)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
     ends = [f"{100 * gain:+.1f} ({pair})" for pair, gain in pairs["difference"].items()]
-    text = (
-        f"Head-wise minus uniform budgets on {model}: {points(overall, _SAID)} of right answers; "
-        f"by press from {ends[0]} to {ends[-1]}."
-    )
-    yield Finding("worth", text, "let heads share a budget", works)
+    said = {"model": model, "least": ends[0], "most": ends[-1]}
+    yield _finding("worth", works, gain=points(overall, _SAID), **said)
     for name, pair in _CITED.items():
-        gain = points(pairs.loc[pair], _SAID)
         baseline = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
-        text = f"{pair} minus {baseline} on {model}, over all ratios: {gain} of right answers."
-        yield Finding(name, text)
+        said = {"pair": pair, "baseline": baseline, "model": model}
+        yield _finding(name, gain=points(pairs.loc[pair], _SAID), **said)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:
@@ -247,14 +245,9 @@ def find_patching(tables: Tables) -> Iterator[Finding]:
     conditions = tables["headwise_conditions"]
     tried = conditions[(conditions["condition"] == _BY_HOOK) & (conditions["outcome"] != MISSING)]
     n_right = int((tried["outcome"] == SAME).sum())
-    needless = n_right == len(tried)
-    text = (
-        f"Decoding a head-wise pruned cache {'needs no patch' if needless else 'needs a patch'}: "
-        f"a mask per head, set by a hook, gives the right logits in **{n_right}** of "
-        f"{len(tried)} trials."
-    )
-    need = "decode with different tokens in each head, without a patch"
-    yield Finding("patching", text, need, "works" if needless else "breaks", Evidence.REFERENCE)
+    verdict, needs = ("works", "no") if n_right == len(tried) else ("breaks", "a")
+    outcome = {"needs": needs, "right": n_right, "n": len(tried)}
+    yield _finding("patching", verdict, Evidence.REFERENCE, **outcome)
 
 
 def _most_evicted(tables: Tables) -> pd.DataFrame:
@@ -272,19 +265,12 @@ def find_freeing(tables: Tables) -> Iterator[Finding]:
     """Bytes held with a mask set by a hook and with ragged storage; decode time on ragged heads."""
     rows = _most_evicted(tables).to_dict("index")
     ragged = rows[_RAGGED]
-    text = (
-        f"With {ragged['ratio']:.0%} evicted head by head, ragged storage (patched attention) "
-        f"holds **{ragged['share']:.2f}** of the full cache's bytes; a mask set by a hook, "
-        f"{rows[_BY_HOOK]['share']:.2f}."
-    )
-    frees: Any = "works" if ragged["share"] < 1 else "breaks"
-    yield Finding("freeing", text, "free memory head by head", frees, Evidence.BYTES)
-    text = (
-        f"At {ragged['context']:,} tokens with {ragged['ratio']:.0%} evicted, decoding takes "
-        f"**{ragged['time']:.2f}**{bracket(ragged['low'], ragged['high'])} of the full cache's "
-        f"time with ragged heads, {rows[UNIFORM]['time']:.2f} with uniform ones."
-    )
-    yield Finding("ragged", text, evidence=Evidence.TIME)
+    shares = {"ragged": ragged["share"], "masked": rows[_BY_HOOK]["share"]}
+    frees = "works" if ragged["share"] < 1 else "breaks"
+    yield _finding("freeing", frees, Evidence.BYTES, ratio=ragged["ratio"], **shares)
+    timed = {name: ragged[name] for name in ("context", "ratio", "time")}
+    interval, uniform = bracket(ragged["low"], ragged["high"]), rows[UNIFORM]["time"]
+    yield _finding("ragged", None, Evidence.TIME, interval=interval, uniform=uniform, **timed)
 
 
 _FINDINGS = {
