@@ -129,22 +129,22 @@ def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(pac
 
 @pytest.mark.usefixtures("no_graphs_after")
 @pytest.mark.parametrize(
-    ("name", "is_static", "masked"),
+    ("name", "is_static", "masked", "dynamic"),
     [
-        ("queries", False, True),
-        ("heads", True, False),
-        ("layers", False, False),
-        ("rerotated", True, True),
-        ("rerotated", False, True),
+        ("queries", False, True, None),
+        ("heads", True, False, None),
+        ("heads", True, False, True),
+        ("layers", False, False, None),
+        ("rerotated", True, True, None),
+        ("rerotated", False, True, None),
     ],
 )
-def test_a_step_compiles_as_one_graph(package, name, is_static, masked):
+def test_a_step_compiles_as_one_graph(package, name, is_static, masked, dynamic):
     layers = 2 if name == "layers" else 1  # each is compiled again
     model, ids = build("llama", num_layers=layers), token_ids(1, 26)
     logits = []
     with PRESSES[name](package)(model):
-        more = {"dynamic": is_static or None, "fullgraph": True, "backend": "eager"}
-        for step in (model, torch.compile(model, **more)):
+        for step in (model, torch.compile(model, fullgraph=True, backend="eager", dynamic=dynamic)):
             cache = StaticCache(config=model.config, max_cache_len=48)
             cache = cache if is_static else DynamicCache(config=model.config)
             model(ids[:, :20], past_key_values=cache)

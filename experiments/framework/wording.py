@@ -13,17 +13,22 @@ def sentences(module: str) -> Callable[..., Finding]:
     """Makes findings whose sentences are in the YAML file beside a module.
 
     Args:
-        module: path of the module. By the name of a finding, the file has what it `says`, with a
-            field in braces for each value, and the `need`, if any.
+        module: path of the module. The file has what each finding `says`, with a field in braces
+            for each value, and the `need`, if any.
 
     Returns:
-        `finding(name, verdict=None, evidence=None, **values)`.
+        `finding(name, verdict=None, evidence=None, as_in=name, **values)`; a finding that has
+        several sentences, or shares one, says `as_in` which entry of the file it is.
     """
     known: dict[str, dict[str, str]] = data_of(module)
 
-    def finding(name: str, verdict: Any = None, evidence: Any = None, **values: Any) -> Finding:
-        says, need = known[name]["says"], known[name].get("need", "")
-        return Finding(name, says.format(**values), need, verdict, evidence)
+    def finding(
+        name: str, verdict: Any = None, evidence: Any = None, as_in: str = "", **values: Any
+    ) -> Finding:
+        entry = known[as_in or name]
+        return Finding(
+            name, entry["says"].format(**values), entry.get("need", ""), verdict, evidence
+        )
 
     return finding
 

@@ -196,10 +196,10 @@ class Coexistence(scenarios.Scenarios[Options]):
             of_one = [
                 f" ({n} with {name})" for name, n in wrong["mechanism"].value_counts().items()
             ]
-            said = {"wrong": len(wrong), "n": len(part), "errors": len(errors)}
+            said: dict[str, Any] = {"wrong": len(wrong), "n": len(part), "errors": len(errors)}
+            said["most"] = "".join(of_one[:1])
             verdict = "breaks" if len(wrong) else "costs" if len(errors) else "works"
-            name, own = ("others", None) if others else ("own", verdict)
-            found.append(_finding(name, own, most="".join(of_one[:1]), **said))
+            found.append(_finding("others", **said) if others else _finding("own", verdict, **said))
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:

@@ -194,7 +194,7 @@ class Equivalence(Experiment[Options]):
         cells = tables["equivalence"]
         compared, differ = cells[["compared", "differ"]].sum()
         if not compared:
-            return [_finding("refused", n=cells["cells"].sum())]
+            return [_finding("bits", as_in="refused", n=cells["cells"].sum())]
         found = _finding("bits", "breaks" if differ else "works", differ=differ, compared=compared)
         return [found]
 

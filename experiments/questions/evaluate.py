@@ -87,7 +87,7 @@ class Evaluate(Experiment[Settings]):
         table = tables[self.name]
         bare = table.loc[table["press"] == NO_PRESS, "score"].mean()
         if bare < LEAST:
-            return [_finding("few", right=bare), _finding_on_agreement(table)]
+            return [_finding("best", as_in="few", right=bare), _finding_on_agreement(table)]
         rows = _compared(table)
         most = rows["ratio"].max()
         means = rows[rows["ratio"] == most].groupby("press", sort=False)["score"].mean()

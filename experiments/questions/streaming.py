@@ -166,7 +166,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     """How much loss a window adds without the first tokens, and whether keeping them avoids it."""
     loss, guess = rows_of(streaming, RECOMPUTED)["loss"].mean(), streaming["guessing"].iloc[0]
     if loss > UNTRAINED * guess:  # no cache can make it worse
-        return [_finding("untrained", loss=loss, guess=guess)]
+        return [_finding("sinks", as_in="untrained", loss=loss, guess=guess)]
     known = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, name in _SINKS.items():

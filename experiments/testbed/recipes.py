@@ -74,8 +74,9 @@ def class_of(presses: Presses, name: str) -> type[Any]:
     Raises:
         KeyError: if no press has that name.
     """
-    own = _own_classes(name) if is_own(name) else None
-    return presses[name] if own is None else own[presses is patch_impl.PRESSES]
+    if is_own(name):
+        return _own_classes(name)[presses is patch_impl.PRESSES]
+    return presses[name]
 
 
 def _own_classes(text: str) -> list[type[Any]]:

@@ -24,6 +24,7 @@ from experiments.questions.architectures.cells import SUBJECTS
 from experiments.questions.architectures.decoders import DATA, decoders
 from experiments.questions.architectures.sweep import condensed, measure, why
 
+_finding = sentences(__file__)
 REPRESENTATIVES = tuple(filter(decoders().__contains__, DATA["representatives"]))
 """One type of every structural kind; `docs/architectures.md` describes the kinds."""
 
@@ -174,19 +175,22 @@ def _found(name: str, table: pd.DataFrame) -> Finding:
     reached, wrong = reach(table), int(table["bad"].sum())
     presses = reached[reached["press"] != "nothing evicted"]
     reaches = presses.groupby("type")["reach"].agg(set)
-    verdict = "breaks" if wrong else "works"
-    counts = {"n": presses["press"].nunique(), "of": len(reaches), "cells": table["cells"].sum()}
-    counts |= {"every": sum(found == {BOTH} for found in reaches), "wrong": wrong}
-    counts |= {"some": sum(BOTH in found for found in reaches)}
+    counts = {
+        "n": presses["press"].nunique(),
+        "every": sum(found == {BOTH} for found in reaches),
+        "some": sum(BOTH in found for found in reaches),
+        "of": len(reaches),
+        "wrong": wrong,
+        "cells": table["cells"].sum(),
+    }
     if name != "architectures":
         return _finding("oldest", **counts)
-    return _finding("reach", verdict, **counts)
+    return _finding("reach", "breaks" if wrong else "works", **counts)
 
 
 # ---- the oldest transformers ---------------------------------------------------------------------
 
 
-_finding = sentences(__file__)
 _ROOT = Path(__file__).parents[3]
 _OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
 """The interpreter for which `make test-oldest` installs the oldest supported transformers."""

@@ -237,7 +237,7 @@ def find_worth(tables: Tables) -> Iterator[Finding]:
     for name, pair in _CITED.items():
         baseline = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
         said = {"pair": pair, "baseline": baseline, "model": model}
-        yield _finding(name, gain=points(pairs.loc[pair], _SAID), **said)
+        yield _finding(name, as_in="cited", gain=points(pairs.loc[pair], _SAID), **said)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:
