@@ -54,6 +54,13 @@ Words = Annotated[int, typer.Option(min=32, help="Words in a context.")]
 Facts = Annotated[int, typer.Option(min=1, help="Facts in a context.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the context.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds, each of which times everything once.")]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        help="Also decode compiled, and with static caches.",
+        show_default="unless a model is given",
+    ),
+]
 Kvpress = Annotated[bool, typer.Option(help="Measure kvpress as well, if it is installed.")]
 Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 

@@ -12,7 +12,6 @@ KnormPress, so the cost of attention over heads of different lengths is not incl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +20,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hooks_impl
 from experiments import data_of
@@ -40,9 +38,8 @@ from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.loading import short_name
 from experiments.testbed import timed_models
 from experiments.testbed.recipes import press_name
-from experiments.testbed.timed_models import FULL, Condition, ModelSpec, Opens, random_llama
+from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way
 from experiments.testbed.with_kvpress import NAME, joined_by_kvpress, presses_of_kvpress
-from press_core.errors import first_line
 
 RATIO = 0.5
 """Share of the tokens that presses evict."""
@@ -53,8 +50,11 @@ _COUNTING = "DecodingPress"
 _SETTLING = 3
 """Warm-up steps in a scope before timing; the first steps after opening are slower."""
 
-_REPEATS = 4
+_REPEATS = {"eager": 4, "compiled": 20}
 """Timed steps in a row, of which the fastest counts."""
+
+_COMPILATIONS = 6
+"""Rounds of a compiled model, which each compile it anew."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,7 @@ class Options:
     )
     context: shared.Tokens = 256
     rounds: shared.Rounds = 40
-    compiled: Annotated[
-        bool, typer.Option(help="Also time the first model with torch.compile.")
-    ] = True
+    compiled: shared.Compiled = None  # the first model
     kvpress: shared.Kvpress = True
     dtype: Dtype = "float32"
     device: Device = "cpu"
@@ -86,8 +84,18 @@ class Options:
     def specs(self) -> list[ModelSpec]:
         """The given models, or random Llamas with these numbers of layers."""
         chosen = [ModelSpec(short_name(name), name) for name in self.model]
-        chosen = chosen or [random_llama(f"{n} layers", num_layers=n) for n in self.layers]
+        chosen = chosen or [
+            timed_models.random_llama(f"{n} layers", num_layers=n) for n in self.layers
+        ]
         return [spec._replace(dtype=self.dtype, device=self.device) for spec in chosen]
+
+    @property
+    def timed(self) -> list[tuple[str, Way, int]]:
+        """Which model is timed in which way, in how many rounds: the first one in all ways."""
+        first, *others = [spec.name for spec in self.specs]
+        rounds = {"eager": self.rounds, "compiled": min(self.rounds, _COMPILATIONS)}
+        in_ways = [(first, way, rounds[way.run]) for way in timed_models.ways(self)]
+        return in_ways + [(name, EAGER, self.rounds) for name in others]
 
 
 # ---- taking times ------------------------------------------------------------------------------
@@ -96,13 +104,14 @@ class Options:
 class Steps:
     """Decode steps, each on a copy of the same pruned cache."""
 
-    def __init__(self, model: PreTrainedModel, context: int) -> None:
+    def __init__(self, model: PreTrainedModel, context: int, way: Way = EAGER) -> None:
         ids = timed_models.random_context(model, 1, context)
-        self.token, self.pruned = torch.ones_like(ids[:, :1]), DynamicCache(config=model.config)
+        self.model, self.way = model, way
+        self.token, self.pruned = torch.ones_like(ids[:, :1]), way.empty_cache(model, context + 8)
         with torch.inference_mode(), hooks_impl.KnormPress(RATIO)(model):
             model.base_model(input_ids=ids, past_key_values=self.pruned)
 
-    def seconds(self, run: Any, repeats: int = _REPEATS) -> float:
+    def seconds(self, run: Any, repeats: int) -> float:
         """Seconds of the fastest of `repeats` decode steps of `run`, a model or a compiled one."""
         taken = []
         for _ in range(repeats):
@@ -116,42 +125,16 @@ class Steps:
 
 @torch.inference_mode()
 def times_in_turn(
-    scopes: Mapping[Condition, Opens], steps: Steps, runs: Mapping[Condition, Any], **turns: Any
+    scopes: Mapping[Condition, Opens], steps: Steps, **turns: Any
 ) -> dict[Condition, Array]:
-    """Seconds per decode step of each condition's run in its scope, one per round."""
+    """Seconds per decode step in the scope of each condition, one per round."""
 
     def timed(condition: Condition) -> float:
-        with scopes[condition]():
-            steps.seconds(runs[condition], _SETTLING)
-            return steps.seconds(runs[condition])
+        with scopes[condition](), steps.way.running(steps.model) as run:
+            steps.seconds(run, _SETTLING)
+            return steps.seconds(run, _REPEATS[steps.way.run])
 
     return each_in_turn(list(scopes), timed, **turns)
-
-
-@torch.inference_mode()
-def compiled_times(
-    model: PreTrainedModel, scope: Callable[..., Opens], chosen: Any, steps: Steps, **turns: Any
-) -> dict[Condition, Array]:
-    """As `times_in_turn`, on a compiled copy of the model per condition, with its scope open."""
-    many_graphs = torch._dynamo.config.patch(recompile_limit=256)  # one for each patched forward
-    with ExitStack() as stack, many_graphs:
-        compiled = {}
-        for condition in chosen:
-            own = deepcopy(model)
-            stack.enter_context(scope(condition, own)())
-            compiled[condition] = torch.compile(own, dynamic=True)
-            steps.seconds(compiled[condition], _SETTLING)
-        return times_in_turn(dict.fromkeys(chosen, nullcontext), steps, compiled, **turns)
-
-
-def can_compile(device: str, progress: Progress) -> bool:
-    """Whether `torch.compile` works on this machine; if not, the reason is printed."""
-    try:
-        torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7, device=device))
-    except Exception as error:
-        shared.print_left_out(progress, "torch.compile", first_line(error))
-        return False
-    return True
 
 
 def between_intervals(condition: Condition, model: PreTrainedModel, **settings: Any) -> Opens:
@@ -188,7 +171,7 @@ def rows_of(
     of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all models, see `compare`; the first model is also compiled, with the last press.
+    """Rows of all models, see `compare`; of the first model and the last press in all `WAYS`.
 
     Args:
         of_kvpress: the presses of kvpress, which are then timed instead of patches.
@@ -203,16 +186,14 @@ def rows_of(
         presses, other = [name for name in presses if name != _COUNTING], NAME
     models = {spec.name: spec.load() for spec in options.specs}
     chosen = timed_models.conditions(presses, [RATIO], ("hook", other))
+    last = [FULL, *chosen[-2:]]
     scope = partial(between_intervals, context=options.context, of_kvpress=of_kvpress)
     scopes = {name: {one: scope(one, model) for one in chosen} for name, model in models.items()}
-    turns = {"rounds": options.rounds, "advance": advance}
-    for name, model in models.items():
-        steps = Steps(model, options.context)
-        times = times_in_turn(scopes[name], steps, dict.fromkeys(chosen, model), **turns)
-        yield from compare(times, model=name, phase="decode")
-        if options.compiled and name == options.specs[0].name:
-            times = compiled_times(model, scope, [FULL, *chosen[-2:]], steps, **turns)
-            yield from compare(times, model=name, phase="compiled")
+    for name, way, rounds in options.timed:
+        steps = Steps(models[name], options.context, way)
+        few = scopes[name] if way == EAGER else {one: scopes[name][one] for one in last}
+        times = times_in_turn(few, steps, rounds=rounds, advance=advance)
+        yield from compare(times, model=name, **way._asdict())
 
 
 def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
@@ -234,17 +215,16 @@ class Overhead(Experiment[Options]):
     """Time decode steps with a press open, by mechanism, against the bare model.
 
     How much slower is a decode step with an open press that does not prune in it, by mechanism
-    and depth of the model, eager and compiled?
+    and depth of the model, eager and compiled, with dynamic and static caches?
 
     All conditions run once per round, in changing order, and are divided by the baseline of the
     same round; the median ratio is given with a 95% bootstrap interval over rounds. kvpress is
     timed in a separate interpreter, in turn with the bare model there. The models are narrow so
     that the cost of a mechanism is visible; on a wider model or a GPU the same microseconds are a
     smaller share. All conditions decode from the same pruned cache, so these times do not show
-    what attention over a pruned cache saves. Only the first model is compiled, with the last
-    press, because a deep model takes minutes; each condition is compiled once, while the scopes of
-    all are open, so the interval does not cover compilation, and the ratio of another run, or of a
-    scope that is open alone, can differ by several percent.
+    what attention over a pruned cache saves. Only the first model is compiled and reads static
+    caches, with the last press, because a deep model takes minutes to compile. A compiled model is
+    compiled anew in each of its rounds, in the scope that is timed, so the interval covers that.
     """
 
     name = "overhead"
@@ -261,14 +241,13 @@ class Overhead(Experiment[Options]):
         own.opened(("KnormPress",))  # prunes the cache that all conditions decode from
         presses, (context,) = own.opened(Options.press), own.at_most(Options.context)
         options = self.quick_on(own, press=presses, context=context, rounds=12)
-        steps = 13 * (_SETTLING + _REPEATS) * (1 + 2 * len(presses))
+        steps = 13 * (_SETTLING + _REPEATS["eager"]) * (1 + 2 * len(presses))
         return Planned(options, tokens=2 * context, steps=steps, seconds=2)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """The rows of all models, see `compare`, with kvpress if it is installed."""
-        compiled = options.compiled and can_compile(options.device, progress)
-        options = replace(options, compiled=compiled)
-        total = (len(options.specs) + compiled) * options.rounds
+        options = timed_models.that_compile(options, progress)
+        total = sum(rounds for _, _, rounds in options.timed)
         advance = partial(progress.advance, progress.add_task(self.name, total=total))
         table = pd.DataFrame(rows_of(options, advance=advance))
         return {self.name: joined_by_kvpress(table, options, progress, __name__)}
@@ -294,13 +273,13 @@ class Overhead(Experiment[Options]):
             f"Time of a decode step over the baseline's: medians, with {METHOD} over rounds. "
             "kvpress and its baselines run in another interpreter, with an older transformers."
         )
-        return [wide_table(note, rows, ["model", "phase", "press"], "over", cells)]
+        return [wide_table(note, rows, ["model", "run", "cache", "press"], "over", cells)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         shown = tables["overhead"].query("baseline == 'bare'")
         shown = shown.assign(label=shown["press"].map(press_label) + ", " + shown["mechanism"])
-        of_models: Any = shown.groupby(["model", "phase"], sort=False)
-        panels = {f"{model}: {phase} step": rows for (model, phase), rows in of_models}
+        of_models: Any = shown.groupby(["model", "run", "cache"], sort=False)
+        panels = {f"{model}: {run}, {cache} cache": rows for (model, run, cache), rows in of_models}
         label = (
             "Time of a decode step with an open scope over that of the bare model: medians with "
             f"{METHOD} over rounds"
@@ -309,11 +288,9 @@ class Overhead(Experiment[Options]):
 
     def contrasts(self, tables: Tables) -> list[Contrast]:
         found, named = [], {"hook": "hooks", "patch": "patches"}
-        for how, steps in {
-            "eager": f"phase == 'decode' and press != '{_COUNTING}'",
-            "compiled": "phase == 'compiled'",
-        }.items():
-            rows = tables["overhead"].query(f"{steps} and baseline == 'bare'")
+        for how in ("eager", "compiled"):
+            acting = f"run == '{how}' and press != '{_COUNTING}' and baseline == 'bare'"
+            rows = tables["overhead"].query(acting)
             slowest: Any = rows.groupby("mechanism", sort=False)["ratio"].max().rename(named)
             title = f"Slowest {how} step over the bare model's"
             found += [Contrast(title, slowest.to_dict())] * (len(rows) > 0)

@@ -1,26 +1,31 @@
 """Models and conditions for timing: presses of both mechanisms and of kvpress.
 
 A `ModelSpec` describes a model so that another process can build the same one. A `Condition` is the
-press that is open on it.
+press that is open on it, and a `Way` how the model runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from rich.progress import Progress
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from experiments.framework.own_model import OptionsT
 from experiments.framework.plots import NO_PRESS
+from experiments.framework.shared import print_left_out
 from experiments.loading import load_model, short_name
 from experiments.testbed.compare import Inputs
 from experiments.testbed.families import build
 from experiments.testbed.recipes import MECHANISMS, recipe, suited_pair
+from press_core.errors import first_line
 
 DELIMITER = 0
 """Delimiter token id for FinchPress. Every context contains it, and it is in every vocabulary, so
@@ -72,7 +77,54 @@ def random_context(model: PreTrainedModel, batch: int, context: int) -> Tensor:
     return drawn.with_delimiter(DELIMITER, question=8).context.to(model.device)
 
 
-# ---- what is open --------------------------------------------------------------------------------
+# ---- how it runs, and what is open ---------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """A way to run a model: which kind of cache it fills, and whether it is compiled."""
+
+    cache: str = "dynamic"
+    run: str = "eager"
+
+    def empty_cache(self, model: PreTrainedModel, tokens: int) -> Cache:
+        """A cache with room for `tokens` tokens."""
+        if self.cache == "static":
+            return StaticCache(config=model.config, max_cache_len=tokens)
+        return DynamicCache(config=model.config)
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[Any]:
+        """What to call instead of the model; compiled anew, in the scopes that are open."""
+        if self.run == "eager":
+            yield model
+            return
+        try:
+            yield torch.compile(model, dynamic=True)
+        finally:
+            torch._dynamo.reset()
+            gc.collect()  # graphs refer to themselves
+
+
+EAGER = Way()
+WAYS = (EAGER, Way("static"), Way(run="compiled"), Way("static", "compiled"))
+
+
+def ways(options: Any) -> tuple[Way, ...]:
+    """The ways to run that options with fields `compiled` and `model` ask for."""
+    all_ways = not options.model if options.compiled is None else options.compiled
+    return WAYS if all_ways else (EAGER,)
+
+
+def that_compile(options: OptionsT, progress: Progress) -> OptionsT:
+    """The options without other ways than `EAGER` where `torch.compile` fails, which is printed."""
+    given: Any = options
+    try:
+        if len(ways(given)) > 1:
+            torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(7))
+    except Exception as error:
+        print_left_out(progress, "torch.compile", first_line(error))
+        return replace(given, compiled=False)
+    return options
 
 
 class Condition(NamedTuple):

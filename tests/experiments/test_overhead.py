@@ -32,7 +32,7 @@ def model():
 def test_a_slow_mechanism_is_found_slow():
     seconds = {FULL: 0.002, HOOK: 0.002, PATCH: 0.004}
     times = each_in_turn(list(seconds), seconds.__getitem__, rounds=9)
-    rows = pd.DataFrame(overhead.compare(times, model="none", phase="decode"))
+    rows = pd.DataFrame(overhead.compare(times, model="none"))
     rows = rows.set_index(["mechanism", "baseline"])
     assert rows.loc["hook", "bare"]["ratio"] == pytest.approx(1)
     for baseline in ("bare", "hook"):
@@ -110,33 +110,29 @@ def test_every_decode_step_starts_from_the_same_pruned_cache_in_its_own_scope(mo
 
     steps = Steps(model, 80)
     with model.register_forward_pre_hook(look, with_kwargs=True):
-        scopes, runs = {one: scope(one) for one in asked}, dict.fromkeys(asked, model)
-        times = overhead.times_in_turn(scopes, steps, runs, rounds=2)
+        times = overhead.times_in_turn({one: scope(one) for one in asked}, steps, rounds=2)
     assert snapshot(model) == before
     assert list(times) == asked
     assert {condition for condition, _ in seen} == set(asked)
-    assert len(seen) == 3 * len(asked) * (overhead._SETTLING + overhead._REPEATS)
+    assert len(seen) == 3 * len(asked) * (overhead._SETTLING + overhead._REPEATS["eager"])
     assert all(kept == [[[40, 40]], [[40, 40]]] for _, kept in seen)
 
 
-def test_the_first_model_is_compiled_in_copies_whose_scopes_are_open(monkeypatch):
+def test_the_first_model_is_timed_in_all_ways_and_compiled_anew_in_each_scope(monkeypatch):
     compiled = []
 
     def compile_(model, dynamic):
-        if not isinstance(model, torch.nn.Module):  # which asks whether anything can be compiled
-            return model
-        compiled.append(model(token_ids(1, 80)).past_key_values.layers[0].keys.shape[2])
+        if isinstance(model, torch.nn.Module):  # else: whether anything can be compiled
+            compiled.append(model(token_ids(1, 80)).past_key_values.layers[0].keys.shape[2])
         return model
 
     monkeypatch.setattr(torch, "compile", compile_)
     options = Options(layers=(1, 2), press=("Knorm",), context=80, rounds=1, kvpress=False)
     table = EXPERIMENT.measure(options, progress_bar(disable=True))["overhead"]
-    assert compiled == [80, 40, 40]
-    of_models = table.groupby("model", sort=False)["phase"].unique().map(list).to_dict()
-    assert of_models == {
-        "random Llama, 1 layers": ["decode", "compiled"],
-        "random Llama, 2 layers": ["decode"],
-    }
+    assert compiled == 2 * [80, 40, 40, 40, 40, 80]  # dynamic and static, in two rounds
+    timed = [set(map(tuple, rows[["run", "cache"]].values)) for _, rows in table.groupby("model")]
+    both = {(run, cache) for run in ("eager", "compiled") for cache in ("dynamic", "static")}
+    assert timed == [both, {("eager", "dynamic")}]
 
 
 # ---- what is told, and the command -------------------------------------------------------------
@@ -146,9 +142,9 @@ def told():
     """Three layers eager, four compiled; each ratio another."""
     kinds = [("hook", "bare"), ("patch", "bare"), ("patch", "hook"), ("kvpress", "bare")]
     rows = [
-        {"model": f"{n} layers", "phase": phase, "press": "SnapKVPress"}
+        {"model": f"{n} layers", "run": run, "cache": "dynamic", "press": "SnapKVPress"}
         | {"mechanism": mechanism, "baseline": baseline, "ratio": 1 + n / 100 + index / 1000}
-        for n, phase in ((3, "decode"), (4, "compiled"), (2, "decode"))
+        for n, run in ((3, "eager"), (4, "compiled"), (2, "eager"))
         for index, (mechanism, baseline) in enumerate(kinds)
     ]
     table = pd.DataFrame(rows)
@@ -158,7 +154,8 @@ def told():
 def test_the_slowest_is_told():
     found = {finding.name: finding for finding in EXPERIMENT.findings({"overhead": told()})}
     numbers = {name: finding.number for name, finding in found.items()}
-    assert numbers == {"decode": 1.03, "bare": 1.03, "kvpress": 1.03, "compiled": 1.04}
+    eager, compiled = ("decode", "bare", "kvpress"), ("compiled", "kvpress-compiled")
+    assert numbers == dict.fromkeys(eager, 1.03) | dict.fromkeys(compiled, 1.04)
     assert "(SnapKV, 3 layers)" in found["decode"].text
     assert found["decode"].verdict == "works"
     for slow in ({"ratio": 1.05}, {"high": 1.05}):  # the interval has to end below it too
@@ -175,6 +172,6 @@ def test_the_figure_has_a_panel_per_model_and_the_table_a_line():
     drawn = [[line.get_xdata()[0] for line in axes.get_lines()[2::2]] for axes in figure.axes]
     assert drawn == [pytest.approx([1 + n / 100 + i / 1000 for i in (0, 1, 3)]) for n in (3, 4, 2)]
     (view,) = EXPERIMENT.views({"overhead": told()})
-    models = [("3 layers", "decode"), ("4 layers", "compiled"), ("2 layers", "decode")]
-    assert [tuple(row[:3]) for row in view.rows] == [(*of, "SnapKV") for of in models]
-    assert list(view.head[3:]) == ["hook / bare", "patch / bare", "patch / hook", "kvpress / bare"]
+    models = [("3 layers", "eager"), ("4 layers", "compiled"), ("2 layers", "eager")]
+    assert [tuple(row[:4]) for row in view.rows] == [(*of, "dynamic", "SnapKV") for of in models]
+    assert list(view.head[4:]) == ["hook / bare", "patch / bare", "patch / hook", "kvpress / bare"]

@@ -1,9 +1,9 @@
 """Speed and memory of a model with a press, and the longest context that fits.
 
 *Speed*: prefill and decode times and memory, without a press and with each press and mechanism, in
-turn; see `measuring`. *First token*: time to first token with every press. *Fits*: the longest
-context within a memory limit, by bisection; see `measuring`. *kvpress*: time spent inside presses,
-of this project and of kvpress.
+turn, also compiled and with static caches; see `measuring`. *First token*: time to first token with
+every press. *Fits*: the longest context within a memory limit, by bisection; see `measuring`.
+*kvpress*: time spent inside presses, of this project and of kvpress.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from experiments.questions.throughput import reading
 from experiments.questions.throughput.measuring import cache_bytes, longest, peak_of, speeds
 from experiments.testbed import timed_models, with_kvpress
 from experiments.testbed.recipes import press_name
-from experiments.testbed.timed_models import Condition, ModelSpec, conditions, random_llama
+from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, random_llama
 from press_core import PressError
 
 
@@ -80,6 +80,7 @@ class Options:
     ratio: shared.Ratios = (0.8,)
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after the first.")] = 16
     rounds: shared.Rounds = 6
+    compiled: shared.Compiled = None  # the longest context
     memory: Annotated[bool, typer.Option(help="Also measure the peak memory of answers.")] = True
     kvpress: shared.Kvpress = True
     limit: Annotated[
@@ -112,8 +113,8 @@ class Options:
 class Throughput(Experiment[Options]):
     """Measure time to first token, tokens per second, memory and the longest context that fits.
 
-    How does a press change the time to first token, the tokens per second, the memory and the
-    longest context that fits?
+    How does a press change the time to first token, the tokens per second (also compiled, and with
+    static caches), the memory and the longest context that fits?
 
     A context of random tokens is prefilled and tokens are decoded greedily, with the press open
     throughout. Conditions take turns, and each is divided by the model without a press in the
@@ -134,6 +135,7 @@ class Throughput(Experiment[Options]):
         context=(512,),
         batch=(1,),
         tokens=8,
+        compiled=False,
         kvpress=False,
     )
     claims: ClassVar = {
@@ -152,12 +154,13 @@ class Throughput(Experiment[Options]):
         """Measure the chosen parts.
 
         Returns:
-            `throughput`: per model, context, batch, press, mechanism and ratio: the time to first
-            token `first` and the tokens per second `speed`, each over the model without a press
-            (median over `rounds`, interval `_low` and `_high`); for mechanisms other than hooks
-            also `speed_over_hook`; `first_ms` and `tokens_per_s`; `bytes`, the size of the cache
-            after the first token, `predicted`, its size by arithmetic, and `peak`, the peak memory
-            beyond the model in bytes.
+            `throughput`: per model, way to run (`run`, `cache`), context, batch, press, mechanism
+            and ratio: the time to first token `first` and the tokens per second `speed`, each over
+            the model without a press (median over `rounds`, interval `_low` and `_high`); also
+            `speed_over_kept`, over a context of only as many tokens as are kept, and
+            `speed_over_hook`; `first_ms` and `tokens_per_s`; `bytes`, the size of the cache after
+            the first token, `predicted`, its size by arithmetic, and `peak`, the peak memory beyond
+            the model in bytes.
             `throughput_first`: the same columns for every press, with hooks.
             `throughput_fits`: by `press` and `ratio` the longest context, `measured` in tokens, of
             a `batch` that fits in `limit` bytes.
@@ -194,14 +197,16 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
         PressError: if the model does not support a press.
     """
     spec = options.spec(NARROW)
-    total = len(options.context) * len(options.batch) * options.rounds
-    advance = partial(progress.advance, progress.add_task("speed", total=total))
-    rows = list(_speeds(options, ["hook", "patch"], advance=advance))
+    options = timed_models.that_compile(options, progress)
+    n_eager, others = len(options.context) * len(options.batch), len(timed_models.ways(options)) - 1
+    bar = progress.add_task("speed", total=(n_eager + others) * options.rounds)
+    rows = list(_speeds(options, ["hook", "patch"], advance=partial(progress.advance, bar)))
     model = spec.load()
     for row in progress.track(rows, description="memory"):
         condition = Condition(row["press"], row["mechanism"], row["ratio"])
-        row["predicted"] = cache_bytes(model, row["batch"] * row["context"], condition)
-        if options.memory:
+        if (row["cache"], row["run"]) == timed_models.EAGER:
+            row["predicted"] = cache_bytes(model, row["batch"] * row["context"], condition)
+        if "predicted" in row and options.memory:
             row["peak"] = peak_of(spec, condition, row["context"], row["batch"], options.tokens)
     options = replace(options, device=spec.device)  # "auto" may differ in the other interpreter
     return with_kvpress.joined_by_kvpress(pd.DataFrame(rows), options, progress, __name__)
@@ -209,8 +214,13 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
 
 def _speeds(options: Options, mechanisms: list[str], **more: Any) -> Iterator[dict[str, Any]]:
     chosen = conditions(options.presses, options.ratio, mechanisms)
-    sizes = options.context, options.batch, options.tokens, options.rounds
-    return speeds(options.spec(NARROW), chosen, *sizes, **more)
+    chosen += [FULL._replace(ratio=ratio) for ratio in options.ratio]
+    timing = options.tokens, options.rounds
+    yield from speeds(options.spec(NARROW), chosen, options.context, options.batch, *timing, **more)
+    sizes = [max(options.context)], [min(options.batch)]
+    for way in timed_models.ways(options)[1:]:
+        if with_kvpress.NAME not in mechanisms:  # its graphs break: `overhead` shows the cost
+            yield from speeds(options.spec(NARROW), chosen, *sizes, *timing, way, **more)
 
 
 def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:

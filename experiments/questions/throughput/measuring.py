@@ -22,46 +22,55 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from experiments.framework.shared import median_of
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.testbed import timed_models
-from experiments.testbed.timed_models import FULL, Condition, ModelSpec, Opens, scope_of
+from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way, scope_of
 from press_core import UnsupportedModelError, attention_sites, cache_nbytes
 
 # ---- time ----------------------------------------------------------------------------------------
 
+_WARM_UP = 3
+"""Steps before those that are timed: the first ones after a prefill are slower, or compile."""
+
+KEPT = "speed_over_kept"
+"""Tokens per second over those of a plain cache with as many tokens as the press keeps."""
+
 
 @torch.inference_mode()
 def answer(
-    model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int
+    model: PreTrainedModel, ids: Tensor, opens: Opens, tokens: int, way: Way = EAGER
 ) -> tuple[float, float, int]:
     """Prefill a context and decode greedily, with the scope open throughout.
 
     Args:
         ids: `(B, S)` token ids of the context.
-        tokens: number of tokens to decode after the first.
+        tokens: number of timed tokens, after the first and those of a warm-up.
+        way: how to decode; the prefill is not compiled.
 
     Returns:
-        Seconds to the first token, seconds per further token, and the size of the cache in bytes
+        Seconds to the first token, seconds per timed token, and the size of the cache in bytes
         after the first token.
     """
-    with opens():
-        cache = DynamicCache(config=model.config)
+    with opens(), way.running(model) as run:
+        cache = way.empty_cache(model, ids.shape[1] + _WARM_UP + tokens)
         watch = Stopwatch(model.device)
         token = _next(model, ids, cache, logits_to_keep=1)
         watch.lap()
         n_bytes = cache_nbytes(cache)
+        for _ in range(_WARM_UP):
+            token = _next(run, token, cache)
         watch.lap()
         for _ in range(tokens):
-            token = _next(model, token, cache)
+            token = _next(run, token, cache)
         watch.lap()
         first, _, rest = watch.seconds()
     return first, rest / tokens, n_bytes
 
 
-def _next(model: Any, ids: Tensor, cache: DynamicCache, **more: Any) -> Tensor:
+def _next(model: Any, ids: Tensor, cache: Cache, **more: Any) -> Tensor:
     """The likeliest next token, `(B, 1)` int64."""
     logits = model(input_ids=ids, past_key_values=cache, **more).logits
     return logits[:, -1:].argmax(dim=-1)
@@ -74,15 +83,18 @@ def speeds(
     batches: Sequence[int],
     tokens: int,
     rounds: int,
+    way: Way = EAGER,
     of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """A row per context, batch and condition; see `Throughput.measure`.
 
     Args:
-        chosen: the conditions, including `FULL`.
+        chosen: the conditions, including `FULL`; with another ratio, `FULL` has a context shorter
+            by it, of as many tokens as a press keeps.
         tokens: number of tokens to decode in each answer, after the first.
         rounds: how often every condition is timed.
+        way: how to decode.
         of_kvpress: the presses of kvpress, if it is imported.
         advance: called after each round.
 
@@ -96,11 +108,17 @@ def speeds(
             ids = timed_models.random_context(model, batch, context)
 
             def timed(one: Condition, ids: Tensor = ids, scopes: Any = scopes) -> Any:
-                return answer(model, ids, scopes[one], tokens)
+                kept = len(ids[0]) - int(len(ids[0]) * one.ratio) * (one.press == FULL.press)
+                return answer(model, ids[:, :kept], scopes[one], tokens, way)
 
             times = each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
             for row in _rows(times, batch):
-                yield {"model": spec.name, "context": context, "batch": batch} | row
+                yield {
+                    "model": spec.name,
+                    "context": context,
+                    "batch": batch,
+                    **way._asdict(),
+                } | row
 
 
 def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, Any]]:
@@ -109,9 +127,11 @@ def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, An
         row = {**condition._asdict(), "rounds": len(taken)}
         row |= median_of("first", first / times[FULL][:, 0], of="first_")
         row |= median_of("speed", times[FULL][:, 1] / step, of="speed_")
-        hook = times.get(condition._replace(mechanism="hook"))
-        if hook is not None and condition.mechanism != "hook":
-            row |= median_of("speed_over_hook", hook[:, 1] / step, of="speed_over_hook_")
+        baselines = {"speed_over_hook": condition._replace(mechanism="hook")}
+        baselines[KEPT] = FULL._replace(ratio=condition.ratio)
+        for name, baseline in baselines.items():
+            if baseline in times and baseline not in (condition, FULL):
+                row |= median_of(name, times[baseline][:, 1] / step, of=f"{name}_")
         row |= {"first_ms": 1e3 * float(np.median(first))}
         row |= {"tokens_per_s": batch / float(np.median(step))}
         yield row | {"bytes": int(held[-1])}

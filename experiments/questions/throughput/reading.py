@@ -15,6 +15,9 @@ from experiments.framework.intervals import METHOD, bracket, bracketed
 from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label, ratio_figure
 from experiments.framework.tables import ResultTable
+from experiments.framework.wording import sentences
+from experiments.questions.throughput.measuring import KEPT
+from experiments.testbed.timed_models import EAGER, WAYS, Way
 
 AS_MUCH = 1.1
 """Largest ratio of times to first token, or of bytes to those expected, that counts as no more."""
@@ -24,57 +27,56 @@ def _pressed(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["press"] != NO_PRESS]
 
 
-def _bold(row: Any, name: str) -> str:
-    return f"**{row[name]:.2f}**{bracket(row[f'{name}_low'], row[f'{name}_high'])}"
+def _in(way: Way, table: pd.DataFrame) -> pd.DataFrame:
+    return table[(table["run"] == way.run) & (table["cache"] == way.cache)]
 
 
 # ---- findings ------------------------------------------------------------------------------------
 
+_finding = sentences(__file__)
+_DECODING = {"speed": EAGER, "compiled": WAYS[-1]}
+"""The way to run that a finding is about, by its name."""
 
-def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
-    """How much faster decoding is with a press, here and in kvpress, and the size of its cache."""
-    hooked = table[table["mechanism"] == "hook"].sort_values(["context", "batch", "speed"])
-    best = hooked.iloc[-1]
-    text = (
-        f"{press_label(best['press'])} with {best['ratio']:.0%} evicted decodes "
-        f"{_bold(best, 'speed')} times as many tokens per second as the full cache ({_at(best)})."
-    )
-    works: Any = "works" if best["speed_low"] > 1 else "costs" if best["speed_high"] < 1 else None
-    yield Finding("speed", text, "decode faster", works)
-    theirs = table[table["mechanism"] == "kvpress"]
-    if len(theirs):
-        worst = theirs.sort_values("speed_over_hook").iloc[0]
-        text = (
-            f"In its slowest case kvpress decodes {_bold(worst, 'speed_over_hook')} times as many "
-            f"tokens per second as hooks ({press_label(worst['press'])}, {_at(worst)})."
-        )
-        yield Finding("kvpress", text)
-    over = (table["bytes"] / table.get("predicted", float("nan"))).dropna()  # not for kvpress
-    if len(over):
-        text = (
-            f"A cache takes at most **{over.max():.3f}** times the bytes that its ratio leaves of "
-            f"the full cache, over {len(over)} prefills with and without presses."
-        )
-        freed: Any = "works" if over.max() <= AS_MUCH else None
-        yield Finding("bytes", text, "free the memory of what is evicted", freed, Evidence.BYTES)
+
+def _quoted(row: Any, *names: str) -> dict[str, Any]:
+    """What a sentence says of a condition, with intervals of the columns `names`."""
+    bold = {n: f"**{row[n]:.2f}**{bracket(row[f'{n}_low'], row[f'{n}_high'])}" for n in names}
+    return {"press": press_label(row["press"]), "ratio": row["ratio"], **bold}
 
 
 def _at(row: Any) -> str:
     return f"{row['context']:,} tokens, batch {row['batch']}"
 
 
+def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
+    """How much faster decoding is with a press, here and in kvpress, and the size of its cache."""
+    for name, way in _DECODING.items():
+        hooked = _in(way, table[table["mechanism"] == "hook"])
+        for best in hooked.sort_values(["context", "batch", "speed"]).to_dict("records")[-1:]:
+            slower = "costs" if best["speed_high"] < 1 else None
+            yield _finding(
+                name,
+                "works" if best["speed_low"] > 1 else slower,
+                at=_at(best),
+                **_quoted(best, "speed"),
+            )
+    theirs = _in(EAGER, table[table["mechanism"] == "kvpress"]).sort_values("speed_over_hook")
+    for worst in theirs.to_dict("records")[:1]:
+        yield _finding("kvpress", at=_at(worst), **_quoted(worst, "speed_over_hook"))
+    over = (table["bytes"] / table.get("predicted", float("nan"))).dropna()  # not for kvpress
+    if len(over):
+        freed = "works" if over.max() <= AS_MUCH else None
+        yield _finding("bytes", freed, Evidence.BYTES, most=over.max(), n=len(over))
+
+
 def on_first(table: pd.DataFrame) -> Iterator[Finding]:
     """How many presses do not delay the first token."""
     ends = ["first_low", "first_high", "first"]  # without an interval, the time is both its ends
     slowest = _pressed(table).groupby("press")[ends].max().bfill(axis=1)
-    most, least, soon = (slowest <= AS_MUCH).sum()
-    text = (
-        f"With **{soon}** of {len(slowest)} presses ({least} to {most} by intervals) time to first "
-        f"token is at most {AS_MUCH:.2f} times that without one, after "
-        f"{table['context'].iloc[0]:,} tokens."
-    )
-    need = "compress without raising time to first token"
-    yield Finding("first", text, need, "works" if soon > len(slowest) / 2 else "costs")
+    counts = dict(zip(("most", "least", "soon"), (slowest <= AS_MUCH).sum(), strict=True))
+    verdict = "works" if counts["soon"] > len(slowest) / 2 else "costs"
+    tokens = table["context"].iloc[0]
+    yield _finding("first", verdict, n=len(slowest), times=AS_MUCH, tokens=tokens, **counts)
 
 
 def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
@@ -82,23 +84,16 @@ def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
     best = table.sort_values("measured").iloc[-1]
     whole = table.loc[table["press"] == NO_PRESS, "measured"].max()
     if best["press"] != NO_PRESS and whole:
-        text = (
-            f"Within {size_of(best['limit'])}, {press_label(best['press'])} with "
-            f"{best['ratio']:.0%} evicted fits a context **{best['measured'] / whole:.2f}** times "
-            "as long as without a press."
-        )
-        yield Finding("fits", text, "fit a longer context", "works", Evidence.BYTES)
+        longer, limit = best["measured"] / whole, size_of(best["limit"])
+        of_best = _quoted(best)
+        yield _finding("fits", "works", Evidence.BYTES, longer=longer, limit=limit, **of_best)
 
 
 def on_kvpress(table: pd.DataFrame) -> Iterator[Finding]:
     """How many presses spend less time in a prefill than kvpress's; decode steps are excluded."""
     ratios = table.loc[table["decoded"] == 0, "ratio"]
-    text = (
-        f"In a prefill **{int((ratios < 1).sum())}** of {len(ratios)} presses take less time than "
-        f"kvpress's (ratios {ratios.min():.2f} to {ratios.max():.2f}, geometric mean "
-        f"{np.exp(np.log(ratios).mean()):.2f})."
-    )
-    yield Finding("inside", text)
+    spread = {"low": ratios.min(), "high": ratios.max(), "mean": np.exp(np.log(ratios).mean())}
+    yield _finding("inside", faster=int((ratios < 1).sum()), n=len(ratios), **spread)
 
 
 # ---- tables and the figure -----------------------------------------------------------------------
@@ -106,36 +101,40 @@ def on_kvpress(table: pd.DataFrame) -> Iterator[Finding]:
 
 def _named(table: pd.DataFrame) -> pd.Series[str]:
     """Press names with their ratios, such as `SnapKV 80%`."""
-    shares = table["ratio"].map(" {:.0%}".format).where(table["press"] != NO_PRESS, "")
+    shares = table["ratio"].map(" {:.0%}".format).where(table["ratio"] > 0, "")
     return table["press"].map(press_label) + shares
 
 
 def _column(table: pd.DataFrame, name: str) -> list[str]:
     low, high = f"{name}_low", f"{name}_high"
-    return [bracketed(row, name, low=low, high=high) for row in table.to_dict("records")]
+    rows = table.to_dict("records")
+    return [bracketed(row, name, low=low, high=high).replace("nan", "") for row in rows]
 
 
 def show_speeds(table: pd.DataFrame) -> ResultTable:
-    """A row per condition and size."""
-    bare = table[table["press"] == NO_PRESS]
+    """A row per condition, size and way to run."""
+    bare = _in(EAGER, table[(table["press"] == NO_PRESS) & (table["ratio"] == 0)])
     whole = "; ".join(map("{:,.0f} ms, {:,.0f}/s".format, bare["first_ms"], bare["tokens_per_s"]))
     note = (
         f"{table['model'].iloc[0]}: time to first token and tokens per second over those without a "
-        f"press ({whole}), with {METHOD} over rounds; MiB of the cache, and peak MiB beyond the "
-        "loaded model:"
+        f"press ({whole}), and over those of a context of only as many tokens as are kept (the "
+        f"press is then called no press, with a share), with {METHOD} over rounds; MiB of the "
+        "cache, and peak MiB beyond the loaded model:"
     )
     mib = table.reindex(columns=["bytes", "peak"]) / 2**20
     shown = {
         "tokens": table["context"].map("{:,}".format),
         "batch": table["batch"],
+        "runs": table["run"] + ", " + table["cache"],
         "press": _named(table),
         "by": table["mechanism"],
         "first token": _column(table, "first"),
         "tokens/s": _column(table, "speed"),
+        "over kept": _column(table, KEPT),
         "cache": mib["bytes"].map("{:,.1f}".format),
         "peak": mib["peak"].map("{:,.1f}".format, na_action="ignore").fillna(""),
     }
-    return frame_table(note, pd.DataFrame(shown), left=4)
+    return frame_table(note, pd.DataFrame(shown), left=5)
 
 
 def show_fits(table: pd.DataFrame) -> ResultTable:
@@ -161,7 +160,7 @@ def show_kvpress(table: pd.DataFrame) -> ResultTable:
 
 def draw_speeds(table: pd.DataFrame) -> Figure:
     """Tokens per second over those without a press, a panel per context length and batch size."""
-    rows = _pressed(table)
+    rows = _pressed(_in(EAGER, table))
     speeds = {"speed": "ratio", "speed_low": "low", "speed_high": "high"}
     rows = rows.assign(label=_named(rows) + ", " + rows["mechanism"]).drop(columns="ratio")
     sizes: Any = rows.rename(columns=speeds).groupby(["context", "batch"], sort=False)
