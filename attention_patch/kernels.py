@@ -3,7 +3,7 @@
 | kernel | method | device |
 |---|---|---|
 | `blocks` | products over all blocks of slots, combined per head | any device |
-| `varlen` | torch's variable-length kernel over the kept context | CUDA, 16-bit |
+| `varlen` | torch's variable-length kernel over the kept context | CUDA, 16-bit, torch 2.12 |
 
 Both attend over the recent tokens, which are the same for all heads, in one product. Their results
 agree within rounding.
@@ -12,7 +12,7 @@ agree within rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,9 @@ from press_core.model.sites import AttentionSite
 from press_core.select import upcast
 
 _SIXTEEN = torch.float16, torch.bfloat16
+
+HAS_VARLEN: bool = torch.__version__ >= (2, 12)  # type: ignore[operator]
+"""Whether torch's variable-length kernel can leave the empty slots of a sequence unread."""
 
 LOG2_E = math.log2(math.e)
 
@@ -119,7 +122,7 @@ def choose(layer: RaggedLayer, query: Query) -> str:
     """Name of the fastest kernel that supports a call."""
     sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
     plain = query.softcap is None and not query.masks_context(layer)
-    return "varlen" if sixteen and plain else "blocks"
+    return "varlen" if HAS_VARLEN and sixteen and plain else "blocks"
 
 
 def check_backend(name: str, site: AttentionSite) -> None:
@@ -134,11 +137,11 @@ def check_backend(name: str, site: AttentionSite) -> None:
         )
     weight, softcap = next(site.module.parameters()), site.softmax.softcap
     fits = weight.is_cuda and weight.dtype in _SIXTEEN and softcap is None
-    if name == "varlen" and not fits:
+    if name == "varlen" and not (HAS_VARLEN and fits):
         raise HyperparameterError(
-            "the back end 'varlen' runs on CUDA, in 16 bits, without soft-capped logits; "
-            f"{type(site.module).__name__} ({site.name}) has softcap {softcap} and is on "
-            f"{weight.device.type} in {weight.dtype}; use 'blocks'"
+            "the back end 'varlen' runs on CUDA in 16 bits, without soft-capped logits, from torch "
+            f"2.12 on; {type(site.module).__name__} ({site.name}) has softcap {softcap} and is on "
+            f"{weight.device.type} in {weight.dtype}, with torch {torch.__version__}; use 'blocks'"
         )
 
 
@@ -221,6 +224,8 @@ def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
 def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     """Torch's variable-length kernel over the context; each KV head of each row is a sequence.
 
+    The rows of `_rows` are its queries, as all of them see the whole context.
+
     Raises:
         UnsupportedInputError: if the call masks tokens of the context, padding included.
     """
@@ -229,31 +234,23 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
             "the back end 'varlen' attends over the whole kept context, and this call has a "
             "mask for it; use 'blocks'"
         )
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # new in torch 2.10
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    states, n_queries = _rows(layer, query), query.states.shape[2]
+    states = _rows(layer, query)
     n, rows, d = states.shape
-    group = rows // n_queries
-
-    def integers(numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int32, device=states.device)
-
     attended: Any = varlen_attn(
-        states.view(n, group, n_queries, d).transpose(1, 2).reshape(-1, group, d),
+        states.reshape(-1, 1, d),
         layer.keys.view(-1, 1, d),
         layer.values.view(-1, 1, layer.values.shape[-1]),
-        integers(range(0, (n + 1) * n_queries, n_queries)),
-        integers([*layer.blocks.starts.tolist(), layer.slots.numel()]),
-        n_queries,
+        torch.arange(0, n * rows + 1, rows, dtype=torch.int32, device=states.device),
+        layer.blocks.bounds,
+        rows,
         max(layer.held),
         scale=query.scaling,
-        enable_gqa=True,
-        seqused_k=integers(layer.held),
+        seqused_k=layer.blocks.lengths,
         return_aux=AuxRequest(lse=True),
     )
-    old = attended[0].view(n, n_queries, group, -1).transpose(1, 2).reshape(n, rows, -1)
-    log_total = attended[1].view(group, n, n_queries).transpose(0, 1).reshape(n, rows)
-    log_total = log_total.unsqueeze(-1) * LOG2_E
+    old, log_total = attended[0].view(n, rows, -1), attended[1].view(n, rows, 1) * LOG2_E
     recent_keys, recent_values = layer.recent_states()
     recent = _recent_logits(layer, query, states * query.factor(LOG2_E), recent_keys, LOG2_E)
     highest = torch.maximum(recent.detach().amax(dim=-1, keepdim=True), log_total)

@@ -38,6 +38,8 @@ class Blocks:
         hidden: `(P, 1, c)`: added to the logits; minus infinity for slots of other heads.
         of_rows: whether each row of the batch has one block, which all of its heads read.
         starts: `(N,)` int64: first slot of each head before blocks are reordered.
+        bounds: `(N + 1,)` int32: `starts` and the number of slots, on the device.
+        lengths: `(N,)` int32: tokens of each head, on the device.
         stored_at: `(n,)` int64: index of each block after reordering.
     """
 
@@ -48,6 +50,8 @@ class Blocks:
     hidden: Tensor
     of_rows: bool
     starts: Tensor
+    bounds: Tensor
+    lengths: Tensor
     stored_at: Tensor
 
     @classmethod
@@ -76,8 +80,13 @@ class Blocks:
         slots = blocks[:, None] * size + torch.arange(size) - starts[heads, None]
         masked = (slots < 0) | (slots >= held[heads, None]) | surplus[:, None]
         hidden = torch.zeros(masked.shape, dtype=like.dtype).masked_fill_(masked, float("-inf"))
+        bounds = torch.cat((starts, starts.new_tensor([n * size])))
+        bounds, lengths = (x.to(like.device, torch.int32) for x in (bounds, held))
         hidden, heads = hidden.unsqueeze(1).to(like.device), heads.to(like.device)
-        return cls(size, n, n_own, heads, hidden, of_rows is not None, starts, order.argsort())
+        return cls(
+            *(size, n, n_own, heads, hidden, of_rows is not None),
+            *(starts, bounds, lengths, order.argsort()),
+        )
 
     def slots(self, counts: Sequence[int]) -> Tensor:
         """`(sum(counts),)` int64: the slot of each token, head after head."""

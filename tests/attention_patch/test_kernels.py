@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers.cache_utils import DynamicLayer
 
 from attention_patch import kernels
-from attention_patch.kernels import KERNELS, Query, choose
+from attention_patch.kernels import HAS_VARLEN, KERNELS, Query, choose
 from attention_patch.scope import attend
 from press_core import RaggedLayer, UnsupportedInputError, attention_sites
 from press_core.cache import layout
@@ -329,6 +330,27 @@ def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
         run("varlen", case, mask)
 
 
+def varlen_attn(query, key, value, starts, bounds, *_, return_aux, scale, seqused_k):
+    """What torch says of its kernel, which runs on CUDA alone: one sequence after another."""
+    found = []
+    for i, used in enumerate(seqused_k.tolist()):
+        of_sequence = query[starts[i] : starts[i + 1]].transpose(0, 1)
+        read = slice(int(bounds[i]), int(bounds[i]) + used)
+        logits = of_sequence @ key[read].permute(1, 2, 0) * scale
+        output = logits.softmax(dim=-1) @ value[read].transpose(0, 1)
+        found.append((output.transpose(0, 1), logits.logsumexp(dim=-1)))
+    outputs, totals = zip(*found, strict=True)
+    return torch.cat(outputs), torch.cat(totals, dim=1)
+
+
+@pytest.mark.parametrize("n_queries", [1, 5])
+def test_the_kernel_of_cuda_is_given_each_head_as_a_sequence(n_queries, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(layout, "FEW", 2**20)  # so that a CPU stores heads in order, as a GPU does
+    case = example(batch=1, n_queries=n_queries)
+    assert_equal(run("varlen", case), slowly(case))
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
@@ -339,7 +361,10 @@ def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
 def test_on_a_gpu(backend, shape, n_queries, dtype):
     if backend == "varlen" and dtype == torch.float32:
         pytest.skip("the variable-length kernel takes 16-bit states only")
+    if backend == "varlen" and not HAS_VARLEN:
+        pytest.skip("needs torch 2.12")
     case = example(**{"dim": 64, **shape}, n_queries=n_queries, dtype=dtype, device="cuda")
     assert_equal(run(backend, case), slowly(case))
     query = Query(case.query, None, 0.3)
-    assert choose(case.layer, query) == ("varlen" if dtype == torch.bfloat16 else "blocks")
+    sixteen = HAS_VARLEN and dtype == torch.bfloat16
+    assert choose(case.layer, query) == ("varlen" if sixteen else "blocks")
