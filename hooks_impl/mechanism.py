@@ -90,7 +90,7 @@ class BasePress(KvpressCompatible, InstalledPress):
         super().check_site(site)
         if self.evicts.needs_attention:
             check_interface(site)
-        if Needs.QUERIES in self.needs:
+        if self.needs & Needs.QUERIES:
             _ = site.query_module  # raises if a hook cannot observe the query
 
 

@@ -88,7 +88,7 @@ class BasePress(InstalledPress):
         super().check_site(site)
         if self.evicts.needs_attention:
             check_interface(site)
-        if Needs.QUERIES in self.needs and not site.signature.hands_on:
+        if self.needs & Needs.QUERIES and not site.signature.hands_on:
             raise UnsupportedModelError(
                 f"{type(site.module).__name__} ({site.name}) does not call a function of the "
                 "attention registry with its keyword arguments, so that a patch cannot see its "

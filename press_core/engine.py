@@ -32,7 +32,7 @@ from press_core.traits import Evicts, Needs, Phase
 def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     """Prune the layer that an attention module has filled, if the press acts in this phase."""
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
-    if passed.cache is None or phase not in press.phases:
+    if passed.cache is None or not press.phases & phase:
         return
     _act(scope, press, passed)
 
@@ -193,7 +193,7 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
         mask = filled_columns(mask, layer, n)
     occupied = occupied_slots(mask, layer, n, n_held=0)
     last, rotary = first_position(ids, mask, layer, n) - 1, None
-    if Needs.ROPE in press.needs or layer.is_rerotated:
+    if press.needs & Needs.ROPE or layer.is_rerotated:
         rotary = rotary_positions(layer, site, occupied, last)
     call = AttentionCall(
         site,

@@ -125,7 +125,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
     current.forward = forward
     forward.entered.append(scope)
-    if Phase.BEFORE_DECODER in scope.traits.phases:
+    if scope.traits.phases & Phase.BEFORE_DECODER:
         forward.given = scope.press.before_decoder(scope, forward)
     for handle in running.ENTERED:
         handle(scope, forward)
@@ -193,7 +193,7 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
 def _is_idle(forward: Forward) -> bool:
     busy = forward.acting or forward.helps or forward.outer is not None or forward.at_end
     waits = forward.is_context and any(
-        Phase.AFTER_DECODER in scope.traits.phases for scope in forward.entered
+        scope.traits.phases & Phase.AFTER_DECODER for scope in forward.entered
     )
     return not busy and not waits and len(forward.entered) == 1
 
@@ -225,9 +225,9 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     traits, cache = scope.traits, forward.cache
     if not isinstance(cache, Cache):
         return
-    if Phase.BEFORE_DECODING in traits.phases:
+    if traits.phases & Phase.BEFORE_DECODING:
         _prune_before(scope, forward)
-    if Phase.DECODING not in traits.phases:
+    if not traits.phases & Phase.DECODING:
         return
     index = scope.sites[0].layer_idx
     first, memory = _counted(scope, cache, index)
@@ -271,7 +271,7 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
         for entered in reversed(forward.entered):
             _note_missed(entered, forward, output)
             completed = forward.is_context and not forward.n_remaining
-            if completed and Phase.AFTER_DECODER in entered.traits.phases:
+            if completed and entered.traits.phases & Phase.AFTER_DECODER:
                 entered.press.after_decoder(entered, forward, output)
     except BaseException:  # some layers were pruned, and others may not be
         forward.fail()

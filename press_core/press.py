@@ -264,7 +264,7 @@ class Press:
             By name, `(B, H_kv, S)`, with the same names each time.
         """
         phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
-        acting = (p for p in self.parts if phase in p.phases and Needs.MEMORY in p.all_needs)
+        acting = (p for p in self.parts if phase in p.phases and p.all_needs & Needs.MEMORY)
         return {name: x for part in acting for name, x in part.remember(call).items()}
 
     # ---- around the decoder ----------------------------------------------------------------------
@@ -276,14 +276,14 @@ class Press:
             The arguments to call the decoder with.
         """
         for part in self.parts:
-            if Phase.BEFORE_DECODER in part.phases:
+            if part.phases & Phase.BEFORE_DECODER:
                 forward.given = part.before_decoder(scope, forward)
         return forward.given
 
     def after_decoder(self, scope: Any, forward: Forward, output: Any) -> None:
         """Called after a forward of the decoder that completed a context, in `AFTER_DECODER`."""
         for part in self.parts:
-            if Phase.AFTER_DECODER in part.phases:
+            if part.phases & Phase.AFTER_DECODER:
                 part.after_decoder(scope, forward, output)
 
     # ---- the model -------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Press:
                 raise UnsupportedModelError(
                     f"{name} needs {NEEDS[need]}, and {site.refusals[need]}"
                 )
-        moves_earlier = Phase.BEFORE_DECODING in self.phases and Needs.ROPE in self.needs
+        moves_earlier = self.phases & Phase.BEFORE_DECODING and self.needs & Needs.ROPE
         if moves_earlier and site.rotary is not None and site.rotary.in_3d:
             raise UnsupportedModelError(
                 f"{name} rotates keys of earlier forwards, but {site.name} gives images positions "
@@ -321,13 +321,13 @@ class Press:
 
     def site_needs(self) -> list[str]:
         """What the press requires of an attention module: keys of `AttentionSite.refusals`."""
-        reads_states = Needs.POSITIONS_ALONE not in self.needs
+        reads_states = not self.needs & Needs.POSITIONS_ALONE
         needs = {
             "tokens": self.evicts is not Evicts.NOTHING,
-            "own tokens": reads_states or Needs.SAME_FOR_ALL_HEADS not in self.needs,
+            "own tokens": reads_states or not self.needs & Needs.SAME_FOR_ALL_HEADS,
             "states": reads_states,
-            "key norms": Needs.KEY_NORMS in self.needs,
-            "rope": Needs.ROPE in self.needs,
+            "key norms": self.needs & Needs.KEY_NORMS,
+            "rope": self.needs & Needs.ROPE,
             "heads": self.evicts.needs_attention,
         }
         return [need for need, is_needed in needs.items() if is_needed]

@@ -62,16 +62,16 @@ class Traits:
     def of(cls, press: Press) -> Traits:
         needs, phases, thread = press.all_needs, press.observed_phases, vars(press).get("thread")
         others = phases & ~(Phase.ON_CONTEXTS | Phase.DECODING)
-        remembers = Needs.MEMORY in needs
+        remembers = bool(needs & Needs.MEMORY)
         return cls(
             needs,
             phases,
             press.buffered_tokens,
-            reads_queries=Needs.QUERIES in needs and bool(phases & AROUND),
+            reads_queries=bool(needs & Needs.QUERIES) and bool(phases & AROUND),
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=remembers,
             may_pass=not (remembers or others) and thread is None,
-            counts=Phase.DECODING in phases,
+            counts=bool(phases & Phase.DECODING),
             thread=thread,
         )
 

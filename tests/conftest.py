@@ -5,30 +5,20 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import yaml
+
 # A process for each core, one thread each: tests of small models gain nothing from threads, and a
 # fork of a process that has started some waits for them forever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, and by subprocesses
 
+TESTS = Path(__file__).parent
 LEFT_OUT = {
     f"{folder}/test_{name}.py".removeprefix("./")
-    for folder, names in [
-        # What is the same with every release of transformers.
-        ("attention_patch", "kernels reversible reversible_copies"),
-        ("experiments", "audit cli command datasets intervals manifest quotable ray readme study"),
-        ("press_core", "decisions eviction formulas learned learned_budgets learning masks"),
-        ("press_core", "properties replayed scope select tampered_files"),
-        (".", "changing_scopes_while_running compositions dms docs house"),
-        (".", "learned_headwise learned_presses new_presses offloaded_weights on_layers"),
-        (".", "presses_of_ones_own replaying scopes state_machine"),
-        # How things are measured, which `test_own_model.py` runs, whole, with any release.
-        ("experiments", "claim coexistence equivalence error evaluate headwise headwise_variants"),
-        ("experiments", "intrusiveness isolation overhead quality questions recipes seeds"),
-        ("experiments", "settings sinks streaming sweeps throughput trace"),
-    ]
+    for of_folders in yaml.safe_load((TESTS / "left_out.yaml").read_text()).values()
+    for folder, names in of_folders.items()
     for name in names.split()
 }
 """Files that a second transformers leaves out."""
-TESTS = Path(__file__).parent
 FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py"}
 """Files whose tests share what takes long to start: processes that share the work take over what
 comes last, and would start it once more."""

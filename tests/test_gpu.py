@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 from transformers import DynamicCache
 from transformers.utils import is_flash_attn_2_available
 
 import hooks_impl
 from experiments.testbed.recipes import DELIMITER
-from tests.support import PACKAGES, both, build, example_for, filled, left_padded, ran, token_ids
+from tests.support import GREEDY, PACKAGES, both, build, example_for, left_padded, ran, token_ids
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,16 +48,36 @@ def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
 def test_an_offloaded_cache_keeps_the_same(package, name):
     model, ids = build("llama", num_layers=4).cuda(), token_ids(2, 200).cuda()
     press = example_for(package, name, 0.5, model)
-    plain = filled(model, press, ids)
-    offloaded = filled(model, press, ids, DynamicCache(config=model.config, offloading=True))
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config, offloading=True)
+    plain, offloaded = (ran(model, press, [ids], cache)[0] for cache in caches)
     assert_same(plain, offloaded)
     after = [model(ids[:, :3], past_key_values=cache).logits for cache in (plain, offloaded)]
     assert torch.equal(*after)
 
 
+@both
+@pytest.mark.parametrize("name", ["KnormPress", "AdaKVPress", "PyramidKVPress"])
+@pytest.mark.parametrize("padding", [0, 30])
+def test_cuda_graphs_are_recorded_once(package, name, padding, monkeypatch):
+    """In `generate`, which compiles decoding from static caches with `mode="reduce-overhead"`."""
+    if torch.__version__ < (2, 13):
+        pytest.skip("needs torch 2.13, which compiles patches and head-wise caches whole")
+    recorded, record = [], CUDAGraphTreeManager.record_function
+    counted = lambda *args: recorded.append(args) or record(*args)  # noqa: E731
+    monkeypatch.setattr(CUDAGraphTreeManager, "record_function", counted)
+    model, (ids, mask, _) = build("llama", head_dim=64).cuda(), left_padded(2, 200, [padding, 0])
+    given = {"attention_mask": mask.cuda(), "max_new_tokens": 24} | GREEDY
+    with example_for(package, name, 0.5, model)(model):
+        expected, found = (
+            model.generate(ids.cuda(), **given | more)
+            for more in ({}, {"cache_implementation": "static"})
+        )
+    assert torch.equal(expected, found)
+    assert len(recorded) == 1
+
+
 def test_random_numbers_are_those_of_the_cpu():
     model, ids = build("llama"), token_ids(1, 100)
     press = example_for(hooks_impl, "RandomPress", 0.5, model)
-    on_cpu = filled(model, press, ids)
-    on_gpu = filled(model.cuda(), press, ids.cuda())
+    (on_cpu, _), (on_gpu, _) = ran(model, press, [ids]), ran(model.cuda(), press, [ids.cuda()])
     assert torch.equal(on_cpu.layers[0].positions, on_gpu.layers[0].positions.cpu())

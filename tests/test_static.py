@@ -4,11 +4,12 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hooks_impl
 from press_core import UnsupportedCacheError, kept_positions
-from tests.support import both, build, in_turn, left_padded, token_ids
+from press_core.running import static
+from tests.support import GREEDY, both, build, in_turn, left_padded, token_ids
 
 PRESSES = {
     "keys": lambda p: p.KnormPress(0.5),
@@ -155,6 +156,26 @@ def test_a_step_compiles_as_one_graph(package, name, is_static, masked, dynamic)
                 steps.append(step(ids[:, n : n + 1], **given).logits)
             logits.append(torch.cat(steps))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("no_graphs_after")
+@in_turn("name, padding", ["keys", "heads", "layers", "rerotated"], [0, 6])
+def test_no_int_changes_in_a_graph_that_cuda_graphs_replay(package, name, padding, monkeypatch):
+    """They would be recorded anew in each step. A CPU stands in for the GPU."""
+    monkeypatch.setattr(static, "may_be_replayed", lambda _: torch.compiler.is_compiling())
+    model, (ids, mask, _) = build("llama"), left_padded(2, 20, [padding, 0])
+    graphs, given = [], {"attention_mask": mask, "max_new_tokens": 8} | GREEDY
+    compiles = CompileConfig(mode=None, backend=lambda graph, x: graphs.append(x) or graph)
+    compiles._compile_all_devices = True  # as `generate` does on a GPU
+    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=48)
+    with PRESSES[name](package)(model):
+        expected = model.generate(ids, past_key_values=caches[0], **given)
+        found = model.generate(ids, past_key_values=caches[1], compile_config=compiles, **given)
+    assert torch.equal(found, expected)
+    assert len(graphs) == 1
+    assert all(isinstance(x, torch.Tensor) for x in graphs[0])
+    for kept, of_static in zip(*map(kept_positions, caches), strict=True):  # counts on the device
+        assert torch.equal(kept, of_static)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from experiments.framework.options import chosen_device
 from experiments.framework.own_model import OptionsT
 from experiments.framework.plots import NO_PRESS
 from experiments.framework.shared import print_left_out
@@ -98,8 +99,9 @@ class Way(NamedTuple):
         if self.run == "eager":
             yield model
             return
+        how: dict[str, Any] = {"mode": "reduce-overhead"} if self == GRAPHS else {"dynamic": True}
         try:
-            yield torch.compile(model, dynamic=True)
+            yield torch.compile(model, **how)
         finally:
             torch._dynamo.reset()
             gc.collect()  # graphs refer to themselves
@@ -107,12 +109,18 @@ class Way(NamedTuple):
 
 EAGER = Way()
 WAYS = (EAGER, Way("static"), Way(run="compiled"), Way("static", "compiled"))
+GRAPHS = Way("static", "CUDA graphs")
 
 
-def ways(options: Any) -> tuple[Way, ...]:
-    """The ways to run that options with fields `compiled` and `model` ask for."""
+def ways(options: Any, graphs: bool = False) -> tuple[Way, ...]:
+    """The ways to run that options with fields `compiled`, `model` and `device` ask for.
+
+    Args:
+        graphs: whether to add `GRAPHS` on a GPU; they need a cache that stays in place.
+    """
     all_ways = not options.model if options.compiled is None else options.compiled
-    return WAYS if all_ways else (EAGER,)
+    of_gpu = (GRAPHS,) * (graphs and chosen_device(options.device).startswith("cuda"))
+    return WAYS + of_gpu if all_ways else (EAGER,)
 
 
 def that_compile(options: OptionsT, progress: Progress) -> OptionsT:

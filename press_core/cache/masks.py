@@ -82,6 +82,27 @@ def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str =
     return columns[:, :, columns.shape[2] - n_queries :]
 
 
+def columns_from(mask: Any, n_queries: int, first: Any, n: int) -> Tensor:
+    """Which of the `n` columns from `first` on each of the last queries sees.
+
+    Not made causal where `mask` is of two dimensions.
+
+    Args:
+        mask: in any of the forms above, except None.
+        first: a number, or a tensor on the device of `mask`.
+
+    Returns:
+        `(1 or B, 1 or H, q, n)` bool, False for columns past the end.
+    """
+    if isinstance(mask, BlockMask):
+        tokens = torch.arange(max(n, n_queries), device=mask.kv_num_blocks.device)
+        queries = mask.seq_lengths[0] - n_queries + tokens[:n_queries, None]
+        return _sees(mask, queries, first + tokens[:n])
+    columns, last = first + torch.arange(n, device=mask.device), mask.shape[-1] - 1
+    seen = is_visible(mask.index_select(-1, columns.clamp(max=last))) & (columns <= last)
+    return seen[:, None, None] if mask.dim() == 2 else seen[:, :, seen.shape[2] - n_queries :]
+
+
 def causal(n_queries: int, n: int, device: torch.device | str) -> Tensor:
     """`(q, n)` bool: each of the last `q` of `n` tokens sees the tokens up to itself."""
     return torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)

@@ -321,7 +321,7 @@ class PrunedLayer(DynamicLayer):
         if isinstance(query_length, Tensor):  # traced, or cache_position of transformers 5.2
             query_length = len(query_length) if query_length.dim() else int(query_length)
         self.has_sized_mask = True
-        checked = self.is_pruned and ReadingNeeds.ATTENTION not in self.needs
+        checked = self.is_pruned and not self.needs & ReadingNeeds.ATTENTION
         if checked and not torch.compiler.is_compiling():
             count = self.get_seq_length()
             if current.forward is None:

@@ -19,6 +19,7 @@ from press_core.cache.in_place import UNREADABLE, InPlaceLayer
 from press_core.cache.layout import Blocks
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept, ReadingNeeds
+from press_core.model.graphs import stay_in_place
 from press_core.rows import pad_left
 
 RESERVED = 2
@@ -85,6 +86,7 @@ class RaggedLayer(InPlaceLayer):
             group: query heads per KV head; affects the layout only.
         """
         layer = cls(kept, chosen.shape[1], group)
+        layer.recent = no_recent(keys, values, like)
         layer.lay_out(
             keys.flatten(0, 2),
             values.flatten(0, 2),
@@ -92,7 +94,6 @@ class RaggedLayer(InPlaceLayer):
             chosen.flatten().nonzero().squeeze(1),  # far faster than a mask as an index
             chosen.sum(dim=-1).flatten().tolist(),
         )
-        layer.recent = no_recent(keys, values, like)
         return layer
 
     def lay_out(
@@ -125,6 +126,8 @@ class RaggedLayer(InPlaceLayer):
         if keys.device.type == "cpu":
             self.keys = self.keys.mT.contiguous().mT
         self.values, self.slots = packed(values, 0), packed(positions, -1)
+        if self.room is not None:
+            stay_in_place(self.keys, self.values, blocks.heads, blocks.hidden)
 
     def packed(self, heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of the kept context, head after head, without recent tokens.

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.masks import (
     assert_whole,
+    columns_from,
     columns_seen,
     for_full_attention,
     in_form,
     is_visible,
+    one_for_all_heads,
     visible_tokens,
     without_first,
 )
@@ -57,7 +58,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     if is_2d or mask is None:
         return False
     n, first = forward.n_tokens, layers[0]
-    return mask.shape[-1] != first.columns(n) or is_of_tokens(forward, first.n_seen + n)
+    return mask.shape[-1] != first.columns(n) or is_of_tokens(forward, first)
 
 
 def is_built_for_slots(forward: Forward) -> bool:
@@ -73,18 +74,16 @@ def is_built_for_slots(forward: Forward) -> bool:
     return bool(forward.notes[BUILT_FOR_SLOTS])
 
 
-def is_of_tokens(forward: Forward, n_seen: int) -> bool:
-    """Whether the decoder was given a 4-d mask with a column for each token seen.
+def is_of_tokens(forward: Forward, layer: PrunedLayer) -> bool:
+    """Whether the decoder was given a 4-d mask with a column for each token that `layer` has seen.
 
-    For a buffer it may have columns for all tokens that the cache was made for.
-
-    Args:
-        n_seen: tokens seen, those of this forward included.
+    Those of this forward included. For a buffer it may have columns for all tokens that the cache
+    was made for.
     """
     mask = for_full_attention(forward.given.get("attention_mask"))
     if not isinstance(mask, Tensor) or mask.dim() != 4 or is_built_for_slots(forward):
         return False
-    return mask.shape[-1] == n_seen or mask.shape[-1] in [
+    return mask.shape[-1] == layer.n_seen + forward.n_tokens or mask.shape[-1] in [
         layer.get_max_length() for layer in pruned_layers(forward.cache)[:1] if layer.room
     ]
 
@@ -146,10 +145,12 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
-    kept, n_seen = layers[0].kept, layers[0].n_seen
-    n_all = n_seen + forward.n_tokens
-    of_tokens = mask.shape[-1] == n_all if mask.dim() == 2 else is_of_tokens(forward, n_all)
-    if not of_tokens or layers[0].is_rerotated:  # the latter is refused elsewhere
+    first, kept = layers[0], layers[0].kept
+    if mask.dim() == 2:
+        of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens
+    else:
+        of_tokens = is_of_tokens(forward, first)
+    if not of_tokens or first.is_rerotated:  # the latter is refused elsewhere
         return None
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
@@ -174,7 +175,7 @@ def one_mask(
         arguments.
     """
     given, own = forward.given, ReadingNeeds.ATTENTION
-    if torch.compiler.is_compiling() or any(own in x.needs or x.is_rerotated for x in layers):
+    if torch.compiler.is_compiling() or any(own & x.needs or x.is_rerotated for x in layers):
         return None, given
     if any(layer.kept.is_padded for layer in layers):
         mask = _mask_of_slots(forward, layers)
@@ -255,7 +256,7 @@ def helped(
     """
     if not isinstance(layer, PrunedLayer) or not layer.is_pruned:
         return given
-    if ReadingNeeds.ATTENTION in layer.needs and not attends:
+    if layer.needs & ReadingNeeds.ATTENTION and not attends:
         return given
     current.reading = layer
     if (READ, site.name) in forward.notes:  # another scope has prepared this call
@@ -285,14 +286,14 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     """
     q, columns = forward.n_tokens, layer.columns(forward.n_tokens)
     old = layer.old_seen(hidden_context(forward))
-    own = ReadingNeeds.ATTENTION in layer.needs
+    own = layer.needs & ReadingNeeds.ATTENTION
     fits = mask is None or mask.shape[-1] == columns
     # `generate` of transformers 5.2 counts other tokens than a cache of rerotated keys, and would
     # let them see slots of a buffer that are still empty.
     masked: Masked | None = forward.notes.get(MASKED)
     shifted = layer.is_rerotated or (masked is not None and masked.n_old != layer.n_old)
     fits = fits and (layer.room is None or not shifted)
-    if fits and not own and old is None and not is_of_tokens(forward, layer.n_seen + q):
+    if fits and not own and old is None and not is_of_tokens(forward, layer):
         return mask
     recent = _recent(forward, mask, layer, columns - layer.n_old)
     if own and old is None:
@@ -315,22 +316,20 @@ def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int) -> Tensor:
     filled = slots <= layer.n_counted + queries[:, None]  # up to the query's own slot
     if mask is None:
         return filled[None, None]
-    n_before = _n_before(forward, mask, layer, layer.n_recent + q)
-    found = columns_seen(mask, q, mask.shape[-1] - n_before)
-    return pad(found[..., :n], (0, max(0, n - found.shape[-1]))) & filled
+    return columns_from(mask, q, _n_before(forward, mask, layer), n) & filled
 
 
-def _n_before(forward: Forward, mask: Any, layer: PrunedLayer, n_recent: int) -> int:
-    """Columns of a mask before those of the `n_recent` tokens appended after pruning.
+def _n_before(forward: Forward, mask: Any, layer: PrunedLayer) -> Any:
+    """Columns of a mask before those of the tokens appended to a buffer, a number or a tensor.
 
     A mask built by the model has columns for the slots of one layer. Any other mask has columns for
     all tokens, possibly up to the end of a buffer, or only for the last ones.
     """
     masked: Masked | None = forward.notes.get(MASKED)
-    n_seen, width = layer.kept.n_seen, mask.shape[-1]
-    if masked is None or width != masked.columns or is_of_tokens(forward, n_seen + n_recent):
-        return min(n_seen, width - n_recent)
-    return masked.n_filled - n_recent
+    if masked is None or mask.shape[-1] != masked.columns or is_of_tokens(forward, layer):
+        return min(layer.kept.n_seen, mask.shape[-1] - layer.n_recent - forward.n_tokens)
+    n_counted = torch.as_tensor(masked.n_counted, device=layer.device)
+    return masked.n_old + n_counted - layer.n_counted
 
 
 def _with_positions(
@@ -359,12 +358,15 @@ def _with_positions(
 
 def _positions(forward: Forward, mask: Any, layer: PrunedLayer) -> Tensor:
     """Positions of the forward's tokens, `(B, q)` int64."""
-    n_recent = layer.n_recent + forward.n_tokens
-    if layer.room is not None and isinstance(mask, Tensor):  # the last slots are still empty
-        mask = mask[..., : _n_before(forward, mask, layer, n_recent) + n_recent]
-    real = visible_tokens(mask, n_recent, layer.batch)
-    real = None if real is None else real.to(layer.device)
-    return layer.following_positions(n_recent, real)[:, -forward.n_tokens :]
+    q = forward.n_tokens
+    if layer.room is None:
+        n = layer.n_recent + q
+        real = visible_tokens(mask, n, layer.batch)
+        real = None if real is None else real.to(layer.device)
+        return layer.following_positions(n, real)[:, -q:]
+    real = one_for_all_heads(_recent(forward, mask, layer, layer.room))[:, 0, -1]
+    slots = layer.n_counted + torch.arange(q, device=layer.device)
+    return layer.following_positions(layer.room, real).index_select(1, slots)
 
 
 def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) -> None:

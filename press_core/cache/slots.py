@@ -24,21 +24,21 @@ class Masked(NamedTuple):
 
     Attributes:
         n_old: mask columns of its pruned part.
-        n_filled: columns up to the last token of the forward.
+        n_counted: tokens appended after pruning, before this forward; a tensor in a buffer.
         columns: of the mask.
     """
 
     n_old: int
-    n_filled: int
+    n_counted: Any
     columns: int
 
 
 def note_masked(forward: Forward) -> None:
     """Note which layer the model builds its mask for: it may be pruned before others are read."""
-    layer, n = mask_layer(forward.cache), forward.n_tokens
+    layer = mask_layer(forward.cache)
     if isinstance(layer, PrunedLayer):
-        n_filled = layer.n_old + layer.n_recent + n
-        forward.notes[MASKED] = Masked(layer.n_old, n_filled, layer.columns(n))
+        columns = layer.columns(forward.n_tokens)
+        forward.notes[MASKED] = Masked(layer.n_old, layer.n_counted, columns)
 
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:

@@ -310,10 +310,10 @@ def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
     layer = RaggedLayer(state["kept"], state["n_heads"], state["group"])
     positions = state["positions"]
     chosen = torch.arange(len(positions), device=positions.device)
-    layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
     names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)
     recent = [state[name].unflatten(0, of_rows) for name in names]
     layer.recent = no_recent(*recent)
+    layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
     layer.append(*recent)
     layer.carried, layer.carried_until = state["carried"], state["carried_until"]
     return layer

@@ -9,6 +9,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from press_core.model.sites import AttentionSite
 
@@ -16,6 +17,21 @@ from press_core.model.sites import AttentionSite
 def may_break() -> bool:
     """Whether torch.compile is tracing and graph breaks are allowed; `torch.export` allows none."""
     return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+def may_be_replayed(tensor: Tensor) -> bool:
+    """Whether this runs in a graph that CUDA graphs may replay, with `tensor` in it.
+
+    They are recorded again for each value of an int that a graph is given or changes.
+    """
+    return torch.compiler.is_compiling() and tensor.is_cuda
+
+
+def stay_in_place(*tensors: Tensor) -> None:
+    """Let CUDA graphs read and write these tensors where they are: they would copy them."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def compile_nothing() -> Callable[[], Any]:

@@ -55,7 +55,7 @@ class Composed(Composition):
         allowed = "ordered so that one that evicts per head, or frees channels, is the last"
         require(self, "presses", not alone, allowed)
         by_head = self.presses[-1].evicts is Evicts.PER_HEAD
-        rotated = any(Needs.NEW_POSITIONS in press.needs for press in self.presses)
+        rotated = any(press.needs & Needs.NEW_POSITIONS for press in self.presses)
         allowed = "without a press that rerotates keys, as the last one evicts per head"
         require(self, "presses", not (by_head and rotated), allowed)
 
@@ -123,7 +123,7 @@ class PerLayerCompression(Wrapper):
         lambda x: (
             x.evicts in (Evicts.TOKENS, Evicts.PER_HEAD)
             and acts_in_prefill_only(x)
-            and Phase.AFTER_DECODER not in x.phases
+            and not x.phases & Phase.AFTER_DECODER
         ),
         "a press that evicts tokens after the prefill, from each layer separately",
     )

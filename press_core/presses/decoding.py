@@ -83,7 +83,7 @@ class AtIntervals(Composition):
 
     def validate(self) -> None:
         super().validate()
-        fits = Needs.QUERIES not in self.base_press.needs or self.buffered_tokens >= 1
+        fits = not self.base_press.needs & Needs.QUERIES or self.buffered_tokens >= 1
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
 

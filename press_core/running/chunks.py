@@ -107,8 +107,8 @@ def announce(scope: ScopeState, forward: Forward) -> None:
     is_chunk = cache in _under_way or forward.n_remaining > 0
     forward.is_context = True
     phases = scope.traits.phases
-    at_once = Phase.AFTER_DECODER in phases and Phase.PREFILL not in phases
-    if is_chunk and (at_once or Phase.BEFORE_DECODER in phases):
+    at_once = phases & Phase.AFTER_DECODER and not phases & Phase.PREFILL
+    if is_chunk and (at_once or phases & Phase.BEFORE_DECODER):
         raise UnsupportedInputError(
             f"{type(scope.press).__name__} needs the context in one forward, but this is a chunk "
             "of a prefill; leave out prefill_chunk_size"
@@ -144,7 +144,7 @@ def wait(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> Atten
     if not n_remaining and layer.n_seen == passed.hidden_states.shape[1]:
         return call
     require_causal(scope, passed)
-    if Phase.CHUNKS in scope.traits.phases:
+    if scope.traits.phases & Phase.CHUNKS:
         return _chunk(passed, call)
     memory = replace(memory, in_prefill=True).with_step(step_of(scope, passed))
     if not n_remaining:

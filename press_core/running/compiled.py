@@ -40,7 +40,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     cache, index = own_cache(given.get("past_key_values")), scope.sites[0].layer_idx
     if is_empty(cache, index):
         return bool(scope.traits.phases & Phase.ON_CONTEXTS)
-    if Phase.DECODING not in scope.traits.phases or not isinstance(cache, Cache):
+    if not scope.traits.phases & Phase.DECODING or not isinstance(cache, Cache):
         return False
     n_steps = known(cache, index).memories.get(scope.key, Memory()).ticks + 1 - FIRST
     return scope.acts_in_step(n_steps, n_tokens(given))

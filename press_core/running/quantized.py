@@ -109,7 +109,7 @@ def stage(scope: ScopeState, forward: Forward) -> None:
             by_channel = scope.press.evicts is Evicts.CHANNELS
             kept = Uneven.CHANNELS if by_channel else Uneven.HEADS
             PrunedQuantizedLayer(layer).check_stores(kept)
-        if forward.n_remaining or Phase.AFTER_DECODER in scope.traits.phases:
+        if forward.n_remaining or scope.traits.phases & Phase.AFTER_DECODER:
             raise UnsupportedCacheError(
                 "a quantized cache gives back no exact keys of earlier chunks or layers, which the "
                 "press needs; prefill in one forward, or use a DynamicCache"

@@ -2,7 +2,8 @@
 
 Kept tokens are stored at the front of a buffer with room for as many further tokens as before the
 pruning. The number of filled slots is stored twice: as a tensor on the device, to compute the slots
-to write to, and as an int, to raise when the buffer is full.
+to write to, and as an int, to raise when the buffer is full. A compiled step on a GPU counts on the
+device alone, unless it asks for the int, and leaves the error to the device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
+from press_core.model.graphs import may_be_replayed, stay_in_place
 from press_core.scope import ScopeState
 
 
@@ -43,11 +45,12 @@ class Buffer:
     """Keys and values `(B, H_kv, room, d)` whose first slots are filled.
 
     Attributes:
-        used: number of filled slots; `filled` is the same number on the device.
+        filled: number of filled slots, on the device; `used` is the same number.
         whole: number of tokens that the cache was made for.
     """
 
     is_initialized = True
+    _used: int | None
     offload, prefetch = CacheLayerMixin.offload, CacheLayerMixin.prefetch
 
     def __init__(self, keys: Tensor, values: Tensor, n_free: int, whole: int) -> None:
@@ -55,11 +58,21 @@ class Buffer:
         self.keys: Any = pad(keys, (0, 0, 0, n_free))
         self.values: Any = pad(values, (0, 0, 0, n_free))
         self.dtype, self.device, self.whole = keys.dtype, keys.device, whole
-        self.used = keys.shape[-2]
-        self.filled = torch.tensor(self.used, device=keys.device)
-        if not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.filled):  # for CUDA graphs
-                torch._dynamo.mark_static_address(tensor)
+        self.filled = torch.tensor(keys.shape[-2], device=keys.device)
+        self._count(keys.shape[-2])
+        stay_in_place(self.keys, self.values, self.filled)
+
+    @property
+    def used(self) -> int:
+        """Number of filled slots."""
+        if self._used is None:
+            self._used = int(self.filled)
+        self._is_asked = torch.compiler.is_compiling()
+        return self._used
+
+    def _count(self, used: int | None) -> None:
+        """Store the number of filled slots; None: to be read from the device when it is asked."""
+        self._used, self._is_asked = used, False
 
     @property
     def max_cache_len(self) -> int:
@@ -67,9 +80,10 @@ class Buffer:
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Replace the contents by `keys` and `values` `(B, H_kv, n, d)`."""
-        self.used = keys.shape[2]
-        self.filled.fill_(self.used)
-        self.keys[:, :, : self.used], self.values[:, :, : self.used] = keys, values
+        n = keys.shape[2]
+        self._count(n)
+        self.filled.fill_(n)
+        self.keys[:, :, :n], self.values[:, :, :n] = keys, values
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append states; returns the whole buffers.
@@ -77,17 +91,20 @@ class Buffer:
         Raises:
             UnsupportedCacheError: if the buffer is full.
         """
-        n, room = keys.shape[-2], self.max_cache_len - self.used
-        _require_room(n, room)
+        n = keys.shape[-2]
+        if may_be_replayed(self.keys) and not self._is_asked:
+            self._count(None)
+        else:
+            _require_room(n, self.max_cache_len - self.used)
+            self._count(self.used + n)
         slots = torch.arange(n, device=self.keys.device) + self.filled
         self.filled.add_(n)
-        self.used += n
         self.keys.index_copy_(-2, slots, keys.to(self.keys.dtype))
         self.values.index_copy_(-2, slots, values.to(self.values.dtype))
         return self.keys, self.values
 
     def drop_last(self, n: int) -> None:
-        self.used -= n
+        self._count(self.used - n)
         self.filled.sub_(n)
 
 
@@ -142,6 +159,7 @@ class PrunedStaticLayer(PrunedLayer):
     def select_rows(self, rows: Tensor) -> None:
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
+        stay_in_place(self.keys, self.values)
 
     def get_max_length(self) -> int:
         """Number of tokens that the cache was made for."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -80,37 +82,17 @@ def an_own_model(**changed) -> OwnModel:
 
 
 LESS = {
-    "equivalence": {"press": ("KnormPress", "SnapKVPress", "AdaKVPress")},
-    "overhead": {"rounds": 2, "context": 32},
-    "headwise": {"contexts": (64,), "rounds": 2},
-    "evaluate": {
-        "dataset": ("synthetic/niah_single@256", "synthetic/qa@384"),
-        "press": ("SnapKVPress",),
-        "samples": 2,
-    },
-    "streaming": {"tokens": 480, "capacity": 31, "full": 64},
-    "trace": {"length": 48},
-    "error": {"context": 48, "facts": 2, "samples": 1},
-    "throughput": {
-        **{"context": (64,), "rounds": 1, "tokens": 2},
-        **{"memory": False, "press": ("KnormPress",)},
-    },
+    name: {field: tuple(x) if isinstance(x, list) else x for field, x in options.items()}
+    for name, options in yaml.safe_load(Path(__file__).with_name("less.yaml").read_text()).items()
 }
 """Options that leave experiments on the model itself next to nothing to do."""
-
-LESS_OF_CODE = {
-    "coexistence": {
-        "companion": ("nothing else", "PEFT LoRA, merged", "wrapped layers, as FSDP does")
-    }
-}
-"""The same of those that run on small models of its architecture."""
 
 
 def run_less(plan, experiments, output, **told) -> None:
     """Run a plan on next to nothing into a folder."""
     text = output.with_suffix(".txt")  # to read the whole standard library takes seconds
     text.write_text(" ".join(FILLER * 20))
-    told = LESS | {"streaming": LESS["streaming"] | {"text": text}} | LESS_OF_CODE | told
+    told = LESS | {"streaming": LESS["streaming"] | {"text": text}} | told
     tasks = []
     for task in plan.tasks:
         options = replace(task.planned.options, **told.get(task.name, {}))

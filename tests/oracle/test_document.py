@@ -8,41 +8,7 @@ from tests.oracle.cases import CASES, LLAMA, MECHANISMS, Case
 from tests.oracle.differences import DIFFERENCES, NOT_IN_KVPRESS
 from tests.oracle.parity import agreement
 
-DOCUMENTED = """\
-# Parity with kvpress
-
-{n_presses} of the {n_all} presses keep the same tokens as in kvpress {kvpress}, and the same keys,
-in every layer, row and KV head of {n_combinations} combinations of presses, arguments, models and
-inputs. What differs on purpose is [below](#different-on-purpose).
-
-kvpress has no {without}.
-
-Every press is built from `hooks_impl`, from `patch_impl` and from kvpress, and run on the same
-small random models (transformers {transformers}). What a cache holds is found by comparing its
-values, bit for bit, with those that the model made; nothing that a press reports is used. The
-arguments are in [`cases.yaml`](../tests/oracle/cases.yaml). `make parity` writes this page, and
-`make test-oracle` fails where a run would write something else.
-
-## Same tokens
-
-*With*: presses inside it, models and precisions other than Llama in float64. The last two columns
-count the KV heads that hold the same tokens.
-
-| press | runs | with | hooks | patches |
-|---|--:|---|--:|--:|
-{same}
-
-{notes}
-
-## Different on purpose
-
-Each row is shown, on both sides, by a test of
-[`test_differences.py`](../tests/oracle/test_differences.py).
-
-| | kvpress | here |
-|---|---|---|
-{different}
-"""
+DOCUMENTED = Path(__file__).with_name("parity.md").read_text(encoding="utf-8")
 
 
 def document():

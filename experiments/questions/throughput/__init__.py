@@ -198,8 +198,8 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
     """
     spec = options.spec(NARROW)
     options = timed_models.that_compile(options, progress)
-    n_eager, others = len(options.context) * len(options.batch), len(timed_models.ways(options)) - 1
-    bar = progress.add_task("speed", total=(n_eager + others) * options.rounds)
+    n_eager, ways = len(options.context) * len(options.batch), timed_models.ways(options, True)
+    bar = progress.add_task("speed", total=(n_eager + len(ways) - 1) * options.rounds)
     rows = list(_speeds(options, ["hook", "patch"], advance=partial(progress.advance, bar)))
     model = spec.load()
     for row in progress.track(rows, description="memory"):
@@ -218,7 +218,7 @@ def _speeds(options: Options, mechanisms: list[str], **more: Any) -> Iterator[di
     timing = options.tokens, options.rounds
     yield from speeds(options.spec(NARROW), chosen, options.context, options.batch, *timing, **more)
     sizes = [max(options.context)], [min(options.batch)]
-    for way in timed_models.ways(options)[1:]:
+    for way in timed_models.ways(options, graphs=True)[1:]:
         if with_kvpress.NAME not in mechanisms:  # its graphs break: `overhead` shows the cost
             yield from speeds(options.spec(NARROW), chosen, *sizes, *timing, way, **more)
 

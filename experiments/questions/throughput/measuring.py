@@ -112,13 +112,8 @@ def speeds(
                 return answer(model, ids[:, :kept], scopes[one], tokens, way)
 
             times = each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
-            for row in _rows(times, batch):
-                yield {
-                    "model": spec.name,
-                    "context": context,
-                    "batch": batch,
-                    **way._asdict(),
-                } | row
+            labels = {"model": spec.name, "context": context, "batch": batch, **way._asdict()}
+            yield from (labels | row for row in _rows(times, batch))
 
 
 def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, Any]]:
