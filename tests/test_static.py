@@ -45,8 +45,7 @@ def test_the_same_tokens_and_logits(package, name, attention, padding):
     caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=48)
     expected, found = (run(model, PRESSES[name](package), c, padding) for c in caches)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    for kept, of_static in zip(*map(kept_positions, caches), strict=True):
-        assert torch.equal(kept, of_static)
+    torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
 @in_turn("name, padding", PRESSES, [0, 6])
@@ -77,6 +76,10 @@ def test_a_layer_is_helped_once_in_two_scopes():
             p.EveryTurnPress(p.KnormPress(), target_size=24),
             p.PerLayerCompressionPress(p.KnormPress(), [0.2, 0.5]),
         ],
+        lambda p: [
+            p.PerLayerCompressionPress(p.KnormPress(), [0.0, 0.5]),
+            p.DecodingPress(p.KnormPress(), 99, 10),
+        ],
         lambda p: [p.CompressionRatioDecodingPress(PRESSES["queries"](p), 2)],
     ],
 )
@@ -93,8 +96,7 @@ def test_layers_that_were_pruned_at_different_times(package, opened, n_hidden):
                 mask[:, : n_hidden * (n == 1)] = 0
                 given = {"attention_mask": mask, "past_key_values": cache}
                 logits.append(model(token_ids(1, n, seed), **given).logits)
-    for of_dynamic, of_static in zip(logits[:6], logits[6:], strict=True):
-        torch.testing.assert_close(of_static, of_dynamic, rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits[6:], logits[:6], rtol=0, atol=1e-9)
 
 
 @both
@@ -174,8 +176,7 @@ def test_no_int_changes_in_a_graph_that_cuda_graphs_replay(package, name, paddin
     assert torch.equal(found, expected)
     assert len(graphs) == 1
     assert all(isinstance(x, torch.Tensor) for x in graphs[0])
-    for kept, of_static in zip(*map(kept_positions, caches), strict=True):  # counts on the device
-        assert torch.equal(kept, of_static)
+    torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ class PrunedStaticLayer(PrunedLayer):
     @property
     def n_counted(self) -> Any:
         filled = getattr(self.inner, "filled", None)
-        return self.inner.get_seq_length() if filled is None else filled - self.kept.n_slots
+        filled = self.inner.get_seq_length() if filled is None else filled
+        return filled - self.kept.n_slots  # a new tensor: the model adds to the other in place
 
     @property
     def room(self) -> int:
