@@ -264,7 +264,7 @@ class Press:
             By name, `(B, H_kv, S)`, with the same names each time.
         """
         phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
-        acting = (p for p in self.parts if phase in p.phases and p.all_needs & Needs.MEMORY)
+        acting = (p for p in self.parts if p.phases & phase and p.all_needs & Needs.MEMORY)
         return {name: x for part in acting for name, x in part.remember(call).items()}
 
     # ---- around the decoder ----------------------------------------------------------------------
