@@ -27,12 +27,15 @@ FORWARDS = 1, 1, 1, 1, 3, 1, 1
 
 
 def run(model, press, cache, padding):
-    """The logits of the forwards after a context, of which one row is padded."""
+    """The logits of forwards after a context, of which one row is padded; rows change places."""
     ids, mask, positions = left_padded(2, 20, [padding, 0])
     logits = []
     with press(model):
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
         for seed, n in enumerate(FORWARDS):
+            if seed == 2:
+                cache.reorder_cache(torch.tensor([1, 0]))
+                mask = mask.flip(0)
             mask = torch.cat((mask, torch.ones(2, n, dtype=torch.long)), dim=1)
             given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, -n:]}
             logits.append(model(token_ids(2, n, seed), past_key_values=cache, **given).logits)

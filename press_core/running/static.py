@@ -158,9 +158,9 @@ class PrunedStaticLayer(PrunedLayer):
         self.inner.drop_last(n)
 
     def select_rows(self, rows: Tensor) -> None:
-        rows = rows.to(self.keys.device)
-        self.keys, self.values = self.keys[rows], self.values[rows]
-        stay_in_place(self.keys, self.values)
+        inner, rows = self.inner, rows.to(self.keys.device)
+        inner.keys, inner.values = inner.keys[rows], inner.values[rows]
+        stay_in_place(inner.keys, inner.values)
 
     def get_max_length(self) -> int:
         """Number of tokens that the cache was made for."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import patch_impl
@@ -37,11 +37,12 @@ def states(batch, n_heads, n, seed=0):
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def pruned(evict, n, padding=(0,), n_heads=2, dtype=torch.float32):
+def pruned(evict, n, padding=(0,), n_heads=2, dtype=torch.float32, room=None):
     """A layer that a press has pruned, and all keys and values that it was given.
 
     Args:
         padding: of each row, on its left; `evict` is asked about each row's tokens.
+        room: for tokens that come later, in a static cache; None: in a dynamic one.
     """
 
     class Own(patch_impl.BasePress):
@@ -54,7 +55,10 @@ def pruned(evict, n, padding=(0,), n_heads=2, dtype=torch.float32):
     model = build("llama", dtype=dtype, **sizes)
     ids, mask, positions = left_padded(len(padding), n, [*padding])
     given = {"attention_mask": mask, "position_ids": positions}
-    (layer,), (whole,) = (filled(model, press, ids, **given).layers for press in (Own(), None))
+    cache = None if room is None else StaticCache(config=model.config, max_cache_len=n + room)
+    (layer,), (whole,) = (
+        filled(model, *how, **given).layers for how in ((Own(), ids, cache), (None, ids))
+    )
     return layer, whole.keys, whole.values
 
 
@@ -101,10 +105,12 @@ class AgainstLists(RuleBasedStateMachine):
         kind=st.sampled_from(KINDS),
         batch=st.integers(1, 3),
         n_heads=st.integers(1, 3),
+        room=st.none() | st.integers(0, 60),
     )
-    def prefill(self, data, kind, batch, n_heads):
+    def prefill(self, data, kind, batch, n_heads, room):
         n = data.draw(st.sampled_from([1, 2, 7, 20, 130]))
         self.kind, self.seen, self.recent, chosen = kind, n, 0, {}
+        self.room = None if kind == "channels" else room
         empty = [data.draw(st.integers(0, n - 1)) for _ in range(batch)]
         empty = empty if kind == "even" else [0] * batch
 
@@ -131,7 +137,7 @@ class AgainstLists(RuleBasedStateMachine):
             return eviction
 
         generator = torch.Generator().manual_seed(n)
-        self.layer, keys, values = pruned(evict, n, empty, n_heads)
+        self.layer, keys, values = pruned(evict, n, empty, n_heads, room=self.room)
         if kind == "channels":
             keys = keys * torch.tensor([1, 0, 1, 0])
         self.rows = [
@@ -153,12 +159,17 @@ class AgainstLists(RuleBasedStateMachine):
     @rule(n=st.sampled_from([1, 1, 1, 2, 5, 40]))
     def update(self, n):
         keys, values = states(len(self.rows), len(self.rows[0]), n, self.seen)
+        if self.room is not None and self.recent + n > self.room:
+            with pytest.raises(UnsupportedCacheError, match="is full"):
+                update(self.layer, keys, values)
+            return
         found = update(self.layer, keys, values)
         if self.kind in ("ragged", "channels"):  # attention reads the layer itself
             assert found[0] is keys
             assert found[1] is values
         else:
-            assert all(map(torch.equal, found, self.layer.states()))
+            filled = [x[:, :, : self.layer.n_slots] for x in found]
+            assert all(map(torch.equal, filled, self.layer.states()))
         new = torch.arange(self.seen, self.seen + n)
         self.each(
             lambda b, h, *head: tuple(
@@ -167,7 +178,8 @@ class AgainstLists(RuleBasedStateMachine):
         )
         self.seen, self.recent = self.seen + n, self.recent + n
 
-    @precondition(lambda self: self.is_ragged and self.layer.lengths().min() > 0)
+    @precondition(lambda self: self.is_ragged and self.room is None)
+    @precondition(lambda self: self.layer.lengths().min() > 0)
     @rule(data=st.data())
     def evict(self, data):
         """Some of the last tokens of each head, of the context or later."""
@@ -230,9 +242,11 @@ class AgainstLists(RuleBasedStateMachine):
         n_slots = max(map(max, lengths)) if self.is_ragged else self.context + self.recent
         assert (layer.get_seq_length(), layer.n_recent) == (self.seen, self.recent)
         assert (layer.batch, layer.n_slots) == (len(self.rows), n_slots)
-        columns = self.seen if self.is_ragged else n_slots
+        before = self.seen - self.recent
+        n_old = before if self.is_ragged else self.context
+        columns = n_old + (self.recent + 3 if self.room is None else self.room)
         for asked in (3, torch.arange(3)):  # transformers 5.2 asks with positions
-            assert layer.get_mask_sizes(asked) == (columns + 3, self.seen - columns)
+            assert layer.get_mask_sizes(asked) == (columns, before - n_old)
         assert kept_lengths(cache_of(layer))[0].tolist() == lengths
         (keys, values), positions = layer.states(), layer.all_positions()
         assert keys.shape == values.shape == (*torch.tensor(lengths).shape, n_slots, DIM)
@@ -258,8 +272,9 @@ class AgainstLists(RuleBasedStateMachine):
         assert layer.slots.numel() <= 1.03 * context or not context
         assert int((layer.slots >= 0).sum()) == context
         for of_recent in (layer.recent.keys, layer.recent.values):
-            heads = layer.batch, layer.n_heads
-            assert of_recent.shape == (*heads, layer.n_recent + RESERVED, DIM)
+            heads, n = (layer.batch, layer.n_heads), layer.n_recent
+            n = n if self.room is None else self.room
+            assert of_recent.shape == (*heads, n + RESERVED, DIM)
 
 
 def some_of(n):

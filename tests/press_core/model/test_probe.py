@@ -26,19 +26,14 @@ from press_core.model.rotary import NoRotation
 from tests.support import filled, snapshot
 
 KNOWN = decoders()
-ELSE_ON_5_2 = {
-    "deepseek_v3": "caches whole keys in place of latents",
-    "diffllama": "asks no registry for its attention, and is refused as a whole",
-    "t5 (seq2seq)": "asks no registry for its attention, and is refused as a whole",
-    "jamba": "has a cache without layers, and is refused as a whole",
-}
+FACTS = yaml.safe_load(Path(__file__).with_name("facts.yaml").read_text())
 
 
 def tiny(name):
     if name not in KNOWN:
         pytest.skip(f"the installed transformers has no {name}")
-    if transformers.__version__.startswith("5.2.") and name in ELSE_ON_5_2:
-        pytest.skip(f"{name} of transformers {transformers.__version__} {ELSE_ON_5_2[name]}")
+    if transformers.__version__.startswith("5.2.") and name in FACTS["else on 5.2"]:
+        pytest.skip(f"{name} of transformers 5.2 {FACTS['else on 5.2'][name]}")
     return build(KNOWN[name])
 
 
@@ -50,14 +45,11 @@ def nothing_known(monkeypatch):
 # ---- what it finds -------------------------------------------------------------------------------
 
 
-FACTS = yaml.safe_load(Path(__file__).with_name("facts.yaml").read_text())
-"""What is known of each attention module of a decoder."""
-
-
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", FACTS["known"])
 def test_what_is_known_of_a_model(name):
     for site in attention_sites(tiny(name)):
-        expected, found = FACTS[name], {of: attrgetter(of)(site) for of in FACTS[name]}
+        expected = FACTS["known"][name]
+        found = {of: attrgetter(of)(site) for of in expected}
         assert {of: list(x) if isinstance(x, tuple) else x for of, x in found.items()} == expected
 
 
@@ -77,20 +69,7 @@ def test_positions_in_three_dimensions(name):
     assert cos.shape[:2] == (1, 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "need"),
-    [
-        ("deepseek_v3", "states"),
-        ("diffllama", "own tokens"),
-        ("doge", "own tokens"),
-        ("nanochat", "key norms"),
-        ("gpt2", "rope"),
-        ("hunyuan_v1_dense", "rope"),
-        ("jetmoe", "hooked queries"),
-        ("t5 (seq2seq)", "tokens"),
-        ("inkling_text", "tokens"),
-    ],
-)
+@pytest.mark.parametrize(("name", "need"), FACTS["refused"].items())
 def test_what_a_model_does_not_do_is_refused_by_need(name, need):
     for site in attention_sites(tiny(name)):
         assert need in site.refusals
