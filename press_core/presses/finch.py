@@ -88,7 +88,8 @@ class Finch(RatioPress):
             if mask is not None and getattr(mask, "shape", None) != ids.shape:
                 raise UnsupportedInputError(
                     "Finch takes its delimiter out of the tokens and of a 2-d mask; pass an "
-                    f"attention_mask of the shape of input_ids, {tuple(ids.shape)}"
+                    f"attention_mask of the shape of input_ids, {tuple(ids.shape)}, and to "
+                    "generate a DynamicCache: for a static cache it makes masks of another shape"
                 )
             delimiters = self._delimiters(ids, mask)
             forward.notes["questions"] = ids.shape[1] - 1 - delimiters

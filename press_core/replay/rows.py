@@ -152,9 +152,9 @@ class ReplayPress(RatioPress, InstalledPress):
     def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
         """Raise before the decoder runs over a context that cannot be replayed."""
         if self.compression_ratio and forward.is_context:
-            cache, padded = cache_before(scope, forward), self._real_tokens(forward) is not None
+            cache = cache_before(scope, forward)
             self._require_plain(scope, cache)
-            if padded:
+            if self._real_tokens(forward) is not None:
                 check_rows(cache)
         return forward.given
 
