@@ -137,7 +137,8 @@ class Settings(Grid):
         str, typer.Option(help="cpu, cuda, or auto to spread the model over devices.")
     ] = "cpu"
     threads: Annotated[
-        Count | None, typer.Option(help="CPU threads of torch, and CPUs of a Ray worker.")
+        Annotated[int, Field(ge=1, le=1024)] | None,
+        typer.Option(help="CPU threads of torch, and CPUs of a Ray worker."),
     ] = None
     data: Annotated[
         str | None, typer.Option(help="Folder with local copies of published datasets.")

@@ -13,16 +13,7 @@ from typing import Any
 
 import torch
 
-_USED = (
-    "torch",
-    "transformers",
-    "numpy",
-    "wrapt",
-    "pandas",
-    "accelerate",
-    "peft",
-    "optimum-quanto",
-)
+_USED = "torch", "transformers", "numpy", "wrapt", "pandas", "accelerate", "peft", "optimum-quanto"
 _OF_KVPRESS = ("kvpress", "transformers", "torch")
 
 _ROOT = Path(__file__).parents[2]

@@ -107,7 +107,7 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         return None
     numbered = zip(rows.index, rows.to_dict("records"), frontier(rows), strict=True)
     shown = [
-        [ON_FRONTIER * best, press_label(press), f"{ratio:.0%}", *map(_written, row, row.values())]
+        [press_label(press), ON_FRONTIER * best, f"{ratio:.0%}", *map(_written, row, row.values())]
         for (press, ratio), row, best in numbered
     ]
     timed = _columns(tables, "throughput_first", "model", "context", "batch").to_dict("records")
@@ -124,7 +124,7 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         f"{ON_FRONTIER} is on the Pareto frontier of the rows with bytes measured: none of these "
         f"answers more unseen questions from as few bytes. {MISSING} means not measured."
     )
-    return ResultTable(note, ["", "press", "evicted", *rows.columns], shown, left=2)
+    return ResultTable(note, ["press", "", "evicted", *rows.columns], shown, left=2)
 
 
 def _written(column: Any, number: float) -> str:

@@ -167,10 +167,12 @@ def test_the_slowest_is_told():
     assert compiled.bars == pytest.approx({"hooks": 1.04, "patches": 1.041, "kvpress": 1.043})
 
 
-def test_the_figure_has_a_panel_per_model_and_the_table_a_line():
-    (figure,) = EXPERIMENT.figures({"overhead": told()}).values()
-    drawn = [[line.get_xdata()[0] for line in axes.get_lines()[2::2]] for axes in figure.axes]
-    assert drawn == [pytest.approx([1 + n / 100 + i / 1000 for i in (0, 1, 3)]) for n in (3, 4, 2)]
+def test_the_figures_have_a_panel_per_model_and_the_table_a_line():
+    figures = EXPERIMENT.figures({"overhead": told()})
+    assert list(figures) == ["overhead", "overhead_compiled"]
+    panels = [axes for figure in figures.values() for axes in figure.axes]
+    drawn = [[line.get_xdata()[0] for line in axes.get_lines()[2::2]] for axes in panels]
+    assert drawn == [pytest.approx([1 + n / 100 + i / 1000 for i in (0, 1, 3)]) for n in (3, 2, 4)]
     (view,) = EXPERIMENT.views({"overhead": told()})
     models = [("3 layers", "eager"), ("4 layers", "compiled"), ("2 layers", "eager")]
     assert [tuple(row[:4]) for row in view.rows] == [(*of, "dynamic", "SnapKV") for of in models]

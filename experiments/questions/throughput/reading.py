@@ -159,12 +159,17 @@ def show_kvpress(table: pd.DataFrame) -> ResultTable:
 
 
 def draw_speeds(table: pd.DataFrame) -> Figure:
-    """Tokens per second over those without a press, a panel per context length and batch size."""
-    rows = _pressed(_in(EAGER, table))
+    """Tokens per second over those without a press, a panel per size and way to run."""
+    rows = _pressed(table)
     speeds = {"speed": "ratio", "speed_low": "low", "speed_high": "high"}
     rows = rows.assign(label=_named(rows) + ", " + rows["mechanism"]).drop(columns="ratio")
-    sizes: Any = rows.rename(columns=speeds).groupby(["context", "batch"], sort=False)
-    panels = {f"{n:,} tokens, batch {batch}": of_size for (n, batch), of_size in sizes}
+    ways: Any = rows.rename(columns=speeds).groupby(
+        ["context", "batch", "run", "cache"], sort=False
+    )
+    panels = {
+        f"{n:,} tokens, batch {batch}: {run}, {cache} cache": of_way
+        for (n, batch, run, cache), of_way in ways
+    }
     label = (
         f"Tokens per second of {table['model'].iloc[0]} over those without a press: medians with "
         f"{METHOD} over rounds"
