@@ -7,6 +7,8 @@ import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hooks_impl
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
 from press_core import UnsupportedCacheError, kept_positions
 from press_core.running import static
 from tests.support import GREEDY, both, build, in_turn, left_padded, token_ids
@@ -44,11 +46,22 @@ def run(model, press, cache, padding):
 
 @in_turn("name, attention, padding", PRESSES, ["sdpa", "eager"], [0, 6])
 def test_the_same_tokens_and_logits(package, name, attention, padding):
-    model = build("llama", attn_implementation=attention)
+    runs_alike(build("llama", attn_implementation=attention), PRESSES[name](package), padding)
+
+
+def runs_alike(model, press, padding):
     caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=48)
-    expected, found = (run(model, PRESSES[name](package), c, padding) for c in caches)
+    expected, found = (run(model, press, cache, padding) for cache in caches)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not static.STATIC_HYBRID, reason="the installed transformers has no such layer")
+@in_turn("name, padding", ["queries", "rerotated", "decoding", "turns"], [0, 6])
+def test_a_layer_may_hold_the_state_of_a_linear_attention_too(package, name, padding):
+    model = build_tiny(decoders()["falcon_h1"])
+    model.set_attn_implementation("sdpa")
+    runs_alike(model, PRESSES[name](package), padding)
 
 
 @in_turn("name, padding", PRESSES, [0, 6])

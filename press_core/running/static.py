@@ -8,14 +8,16 @@ device alone, unless it asks for the int, and leaves the error to the device.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from press_core.cache.kinds import KINDS
+from press_core.cache.kinds import KINDS, PrunedHybridLayer
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
@@ -29,7 +31,7 @@ def require_room(scope: ScopeState, forward: Forward) -> None:
     layers = getattr(forward.cache, "layers", [])
     for site in scope.sites:
         layer: Any = layers[site.layer_idx] if site.layer_idx < len(layers) else None
-        if forward.is_context and type(layer) is StaticLayer:
+        if forward.is_context and isinstance(layer, StaticLayer):
             _require_room(forward.n_tokens, layer.max_cache_len)
 
 
@@ -136,9 +138,13 @@ class PrunedStaticLayer(PrunedLayer):
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         if isinstance(self.inner, Buffer) and keys.shape[2] <= self.max_cache_len:
             self.inner.fill(keys, values)  # in place, without allocating
-            return PrunedStaticLayer(self.inner)
+            return type(self)(self.inner)
         n_free, whole = self.max_cache_len - self.n_slots, self.get_max_length()
-        return PrunedStaticLayer(Buffer(keys, values, n_free, whole))
+        return type(self)(self.buffer(keys, values, n_free, whole))
+
+    def buffer(self, *contents: Any) -> Buffer:
+        """The new buffer that takes the place of the wrapped layer."""
+        return Buffer(*contents)
 
     def emptied(self) -> StaticLayer:
         return StaticLayer(self.get_max_length())
@@ -169,4 +175,46 @@ class PrunedStaticLayer(PrunedLayer):
     get_max_cache_shape = get_max_length  # of transformers 5.2
 
 
+class HybridBuffer(Buffer):
+    """A buffer beside the state of a linear attention.
+
+    Attributes:
+        linear: the layer of `transformers` that stores this state, and no keys and values.
+    """
+
+    def __init__(self, linear: Any, *contents: Any) -> None:
+        super().__init__(*contents)
+        self.linear = copy(linear)
+        self.linear.keys = self.linear.values = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "linear":  # while a buffer is copied
+            raise AttributeError(name)
+        return getattr(self.linear, name)
+
+
+class PrunedStaticHybridLayer(PrunedHybridLayer, PrunedStaticLayer):
+    """A pruned layer in a buffer that also stores the state of a linear attention."""
+
+    @property
+    def linear(self) -> Any:
+        """The layer of `transformers` that stores this state."""
+        return getattr(self.inner, "linear", self.inner)
+
+    def buffer(self, *contents: Any) -> Buffer:
+        return HybridBuffer(self.linear, *contents)
+
+    def emptied(self) -> Any:
+        return type(self.linear)(self.get_max_length(), self.linear.number_of_states)
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        cache_utils.LinearAttentionLayer.reorder_cache(self.linear, rows)
+
+
 KINDS[StaticLayer] = PrunedStaticLayer
+STATIC_HYBRID: Any = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", None)
+"""Layer with a buffer and a linear-attention state; transformers 5.2 does not have it."""
+
+if STATIC_HYBRID is not None:
+    KINDS[STATIC_HYBRID] = PrunedStaticHybridLayer
