@@ -74,7 +74,7 @@ class KvpressCompatible(Press):
                 also_needs(cls, Needs.HIDDEN_STATES)
             if method is None or hasattr(method, "takes_both"):
                 continue
-            setattr(cls, name, _taking_both(method, translate, cls))
+            setattr(cls, name, _taking_both(name, method, translate, cls))
 
     def validate(self) -> None:
         super().validate()
@@ -127,14 +127,28 @@ class KvpressCompatible(Press):
 # ---- the two signatures of a method --------------------------------------------------------------
 
 
-def _taking_both(method: Any, translate: Callable[..., Any], cls: type) -> Callable[..., Any]:
+def _taking_both(
+    name: str, method: Any, translate: Callable[..., Any], cls: type
+) -> Callable[..., Any]:
     """A method that can be called with an `AttentionCall` or with kvpress's six arguments.
 
     Args:
         method: as the class holds it: a function, or a static, class or partial method.
+
+    Raises:
+        PressError: if it takes neither.
     """
-    parameters = inspect.signature(_bound(method, object(), cls)).parameters.values()
+    signature = inspect.signature(_bound(method, object(), cls))
+    parameters = signature.parameters.values()
     takes_call = len(parameters) == 1 and all(p.kind is not p.VAR_POSITIONAL for p in parameters)
+    try:
+        signature.bind(*range(1 if takes_call else 6))
+    except TypeError as error:
+        raise PressError(
+            f"{cls.__name__}.{name} has the wrong signature for a press of hooks_impl ({error}); "
+            f"use def {name}(self, module, hidden_states, keys, values, attentions, kwargs), or "
+            f"def {name}(self, call) with one AttentionCall"
+        ) from error
 
     @wraps(_bound(method, None, cls))
     def both(press: Any, *args: Any, **kwargs: Any) -> Any:

@@ -184,12 +184,16 @@ def test_methods_of_kvpress_that_would_never_be_called(name):
         type("Own", (hooks_impl.PRESSES[name],), {method: lambda self, *args: None})
 
 
-def test_six_arguments_in_the_terms_of_patches():
-    with pytest.raises(PressError, match=r"score\(self, call\)"):
+def six(self, module, hidden_states, keys, values, attentions, kwargs): ...
 
-        class Own(patch_impl.ScorerPress):
-            def score(self, module, hidden_states, keys, values, attentions, kwargs):
-                return keys.norm(dim=-1)
+
+OTHERS = (patch_impl, six), (patch_impl, lambda self: 0), (hooks_impl, lambda self, module, keys: 0)
+
+
+@pytest.mark.parametrize(("package", "score"), OTHERS)
+def test_a_formula_with_other_arguments_is_refused_as_its_class_is_made(package, score):
+    with pytest.raises(PressError, match=r"Own\.score has the wrong .*score\(self, call\)"):
+        type("Own", (package.ScorerPress,), {"score": score})
 
 
 # ---- classes with a state and a constructor of their own -----------------------------------------
