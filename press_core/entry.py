@@ -195,6 +195,7 @@ def _is_idle(forward: Forward) -> bool:
     waits = forward.is_context and any(
         scope.traits.phases & Phase.AFTER_DECODER for scope in forward.entered
     )
+    waits = waits or forward.n_remaining > 0  # a failure ends the chunked prefill
     return not busy and not waits and len(forward.entered) == 1
 
 
@@ -215,7 +216,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
     if cache is not None:
         for site in scope.sites:
             check_prunable(cache, site.layer_idx)
-    if scope.traits.phases & Phase.IN_PREFILL or forward.n_remaining:
+    if scope.traits.phases & Phase.IN_PREFILL:
         forward.progress[scope] = Progress()
         forward.acting.append(scope)
 

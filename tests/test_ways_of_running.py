@@ -124,6 +124,7 @@ def test_block_by_block_holds_the_budget_and_a_chunk(package):
     assert torch.equal(cache.layers[0].positions, whole.layers[0].positions)
 
 
+@pytest.mark.filterwarnings("error:.*nothing was pruned")
 def test_chunks_are_no_decoding_steps(package):
     model, cache = make(), DynamicCache(config=make().config)
     press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
