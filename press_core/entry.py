@@ -192,10 +192,10 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
 
 def _is_idle(forward: Forward) -> bool:
     busy = forward.acting or forward.helps or forward.outer is not None or forward.at_end
-    waits = forward.is_context and any(
+    after = forward.is_context and any(
         scope.traits.phases & Phase.AFTER_DECODER for scope in forward.entered
     )
-    waits = waits or forward.n_remaining > 0  # a failure ends the chunked prefill
+    waits = after or forward.n_remaining > 0  # a failure of a chunk has to be noticed
     return not busy and not waits and len(forward.entered) == 1
 
 

@@ -56,7 +56,7 @@ def runs_alike(model, press, padding):
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not static.STATIC_HYBRID, reason="the installed transformers has no such layer")
+@pytest.mark.skipif(not static.StaticHybridLayer, reason="transformers 5.2 has no such layer")
 @in_turn("name, padding", ["queries", "rerotated", "decoding", "turns"], [0, 6])
 def test_a_layer_may_hold_the_state_of_a_linear_attention_too(package, name, padding):
     model = build_tiny(decoders()["falcon_h1"])

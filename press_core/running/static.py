@@ -109,6 +109,11 @@ class Buffer:
         self._count(self.used - n)
         self.filled.sub_(n)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        rows = beam_idx.to(self.keys.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        stay_in_place(self.keys, self.values)
+
 
 class PrunedStaticLayer(PrunedLayer):
     """A pruned layer in a buffer; its lengths are tensors, as in static layers of `transformers`.
@@ -163,11 +168,6 @@ class PrunedStaticLayer(PrunedLayer):
             )
         self.inner.drop_last(n)
 
-    def select_rows(self, rows: Tensor) -> None:
-        inner, rows = self.inner, rows.to(self.keys.device)
-        inner.keys, inner.values = inner.keys[rows], inner.values[rows]
-        stay_in_place(inner.keys, inner.values)
-
     def get_max_length(self) -> int:
         """Number of tokens that the cache was made for."""
         return int(getattr(self.inner, "whole", self.max_cache_len))
@@ -192,6 +192,10 @@ class HybridBuffer(Buffer):
             raise AttributeError(name)
         return getattr(self.linear, name)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        cache_utils.LinearAttentionLayer.reorder_cache(self.linear, beam_idx)
+
 
 class PrunedStaticHybridLayer(PrunedHybridLayer, PrunedStaticLayer):
     """A pruned layer in a buffer that also stores the state of a linear attention."""
@@ -207,14 +211,10 @@ class PrunedStaticHybridLayer(PrunedHybridLayer, PrunedStaticLayer):
     def emptied(self) -> Any:
         return type(self.linear)(self.get_max_length(), self.linear.number_of_states)
 
-    def select_rows(self, rows: Tensor) -> None:
-        super().select_rows(rows)
-        cache_utils.LinearAttentionLayer.reorder_cache(self.linear, rows)
-
 
 KINDS[StaticLayer] = PrunedStaticLayer
-STATIC_HYBRID: Any = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", None)
+StaticHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", None)
 """Layer with a buffer and a linear-attention state; transformers 5.2 does not have it."""
 
-if STATIC_HYBRID is not None:
-    KINDS[STATIC_HYBRID] = PrunedStaticHybridLayer
+if StaticHybridLayer is not None:
+    KINDS[StaticHybridLayer] = PrunedStaticHybridLayer
