@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from press_core import running
 from press_core.cache.caches import are_special, check_prunable, is_empty, known, pruned_layers
-from press_core.cache.memory import FIRST, Memory
+from press_core.cache.memory import FIRST
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     helped,
@@ -95,7 +95,7 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
         forward = _joined(scope, given)
         if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
             return forward
-    if scope.traits.counts and not _waits(scope, cache, given, first):
+    if scope.traits.counts and not _waits(scope, cache, given):
         return forward or _joined(scope, given)
     if not is_compiling:  # compiled forwards are not counted, and contain what is installed
         _note_whole(scope, cache, layers, first)
@@ -156,21 +156,15 @@ def _settle_layers(scope: ScopeState, forward: Forward) -> None:
         scope.on_layers.put_on()
 
 
-def _waits(scope: ScopeState, cache: Cache, given: Arguments, index: int) -> bool:
+def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
     """Whether a press that counts decode steps does nothing in this one; it is then counted."""
     if n_tokens(given) != 1:
         return False
-    first, memory = _counted(scope, cache, index)
+    first, memory = scope.counted(cache)
     if scope.acts_in_step(memory.ticks - FIRST, 1):
         return False
-    scope.remember(cache, index, first, memory)
+    scope.remember(cache, scope.sites[0].layer_idx, first, memory)
     return True
-
-
-def _counted(scope: ScopeState, cache: Cache, index: int) -> tuple[PrunedLayer, Memory]:
-    """The first layer that the press works on, and its memory with this step counted."""
-    first = known(cache, index)
-    return first, first.memories.get(scope.key, Memory()).after_forward()
 
 
 def _lasting_frame() -> FrameType | None:
@@ -230,9 +224,8 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         _prune_before(scope, forward)
     if not traits.phases & Phase.DECODING:
         return
-    index = scope.sites[0].layer_idx
-    first, memory = _counted(scope, cache, index)
-    scope.remember(cache, index, first, memory)
+    first, memory = scope.counted(cache)
+    scope.remember(cache, scope.sites[0].layer_idx, first, memory)
     progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
     forward.progress[scope] = progress
     if scope.acts_in_step(progress.n_steps, forward.n_tokens):

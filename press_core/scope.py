@@ -13,7 +13,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from press_core.cache.memory import Key
+from press_core.cache.caches import known
+from press_core.cache.memory import Key, Memory
+from press_core.cache.pruned import PrunedLayer
 from press_core.errors import ScopeError
 from press_core.forward import Forward
 from press_core.model.decoder import decoder_of
@@ -126,6 +128,11 @@ class ScopeState:
         """Whether the press acts in a decode step; see `Press.is_awaited`."""
         traits = self.traits
         return traits.remembers or self.press.is_awaited(n_steps, n_new, traits.buffered_tokens)
+
+    def counted(self, cache: Any) -> tuple[PrunedLayer, Memory]:
+        """The first layer that the press works on, and its memory with one more step counted."""
+        first = known(cache, self.sites[0].layer_idx)
+        return first, first.memories.get(self.key, Memory()).after_forward()
 
     def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
         """Store this scope's `memory` with `layer`, and put that into `cache` at `layer_idx`."""

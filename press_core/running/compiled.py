@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from press_core.cache.caches import is_empty, known
-from press_core.cache.memory import FIRST, Memory
+from press_core.cache.caches import is_empty
+from press_core.cache.memory import FIRST
 from press_core.forward import Arguments, current, n_tokens, own_cache
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.observing import AttentionPass
@@ -42,8 +42,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
         return bool(scope.traits.phases & Phase.ON_CONTEXTS)
     if not scope.traits.phases & Phase.DECODING or not isinstance(cache, Cache):
         return False
-    n_steps = known(cache, index).memories.get(scope.key, Memory()).ticks + 1 - FIRST
-    return scope.acts_in_step(n_steps, n_tokens(given))
+    return scope.acts_in_step(scope.counted(cache)[1].ticks - FIRST, n_tokens(given))
 
 
 def _entered_eagerly(
