@@ -141,11 +141,6 @@ class Patch:
             _unlink_unused(stack.owner, stack.name)
 
     @property
-    def name(self) -> str | None:
-        """The attribute that is patched; None once the patch is removed."""
-        return None if self._stack is None else self._stack.name
-
-    @property
     def is_lost(self) -> bool:
         """Whether another library restored an earlier attribute while this patch is open.
 

@@ -73,8 +73,6 @@ def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions,
 def _kept(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
     """Which of the tokens that the layer has seen are kept."""
     rows, real = decisions.rows, real_tokens(old, decisions)
-    if rows is None and old.kept.is_padded:
-        rows = decisions.numbers(lambda eviction: eviction.length)
     if rows is not None:
         decisions.check_slots()
     positions = _int32(_positions(old, decisions))
