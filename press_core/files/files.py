@@ -115,8 +115,14 @@ def write(
         part.chmod(mode)  # safetensors makes files readable by their owner only
         if overwrite:
             part.replace(path)
-        else:
+            return
+        try:
             os.link(part, path)  # fails if the file exists by now
+        except FileExistsError:
+            raise
+        except OSError:  # not every filesystem has hard links
+            path.touch(exist_ok=False)
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 

@@ -2,9 +2,11 @@
 
 import copy
 import json
+import os
 import pickle
 from dataclasses import replace
 from functools import lru_cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -262,8 +264,10 @@ def test_what_is_no_cache_is_never_written_over(tmp_path, path):
     assert not list(folder.iterdir())
 
 
-def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_path):
+@pytest.mark.parametrize("link", [os.link, Mock(side_effect=PermissionError("no hard links"))])
+def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_path, link):
     path, save = tmp_path / "cache.safetensors", files.save_file
+    monkeypatch.setattr(os, "link", link)
 
     def slow(*args):
         save(*args)
@@ -279,6 +283,9 @@ def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_pat
         with pytest.raises(CacheFileError, match=match):
             save_cache(cache_of(), path, model_of())
     assert path.read_text() == "mine"
+    path.unlink()
+    monkeypatch.setattr(files, "save_file", save)
+    load_cache(save_cache(cache_of(), path, model_of()), model_of())
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
