@@ -151,13 +151,17 @@ class Calibration:
 
         Returns:
             Path of the file.
+
+        Raises:
+            CalibrationError: if it cannot be written.
         """
         path = Path(path)
         path = path if path.suffix == ".safetensors" else path / self.file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
         about = {"kind": self.kind, "version": FORMAT_VERSION, "model": self.sizes}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        write(path, tensors, about, overwrite=True)
+        with refused(path, "cannot be written", CalibrationError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, tensors, about, overwrite=True)
         return path
 
     @classmethod

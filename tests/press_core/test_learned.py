@@ -93,6 +93,12 @@ def test_what_is_saved_is_loaded(name, tmp_path):
     assert {key: json.loads(text) for key, text in metadata.items()} == {"hook-or-patch": about}
 
 
+def test_what_cannot_be_written_is_told_with_its_path(tmp_path):
+    (tmp_path / "folder").touch()
+    with pytest.raises(CalibrationError, match=r"folder/qfilters\.safetensors' cannot be written"):
+        FILTERS.save(tmp_path / "folder")
+
+
 def test_a_file_that_changed_is_read_again(tmp_path):
     FILTERS.save(tmp_path)
     QFilters.load(tmp_path)
