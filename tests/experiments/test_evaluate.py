@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields, replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -73,17 +74,12 @@ def test_arguments_for_the_model_reach_it():
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_code_of_a_model_is_trusted_by_its_flag_alone(monkeypatch, tmp_path, trusted):
-    seen = []
-
-    def load(name, **given):
-        seen.append(given.get("trust_remote_code", False))
-        return load_model("facts-llama")
-
+    load = Mock(return_value=load_model("facts-llama"))
     monkeypatch.setattr(cells, "load_model", load)
     flag = ["--trust-remote-code"] if trusted else []
     result = call("--ratio", "0", "--seed", 40 + trusted, *flag, "--output", tmp_path)
     assert result.exit_code == 0, result.output
-    assert seen == [trusted]
+    assert load.call_args.kwargs["trust_remote_code"] is trusted
 
 
 # ---- engines -----------------------------------------------------------------------------------
@@ -141,10 +137,7 @@ def test_the_command_has_a_flag_for_every_setting(tmp_path):
 
 
 def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweeps, "run_cell", interrupt)
+    monkeypatch.setattr(sweeps, "run_cell", Mock(side_effect=KeyboardInterrupt))
     result = call("--output", tmp_path)
     assert result.exit_code == 130
     assert "the same command continues" in result.output

@@ -13,7 +13,7 @@ from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import draw
 from press_core import CacheFileError, about_cache, save_cache
-from tests.experiments.tiny import cli
+from tests.experiments.tiny import cli, refused
 from tests.support import PIPELINE_PRESSES, in_turn, snapshot
 
 ACT_LATER = {"decoding", "streaming", "dms"}
@@ -169,8 +169,7 @@ def test_a_cache_in_16_bits(tmp_path):
     text.write_text("river alice tea " + "meadow march " * 90)
     done = cli("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
-    refused = cli("ask", "--cache", path, "--question", "? alice")
-    assert "dtype is bfloat16" in " ".join(refused.stderr.split())
+    assert "dtype is bfloat16" in refused("ask", "--cache", path, "--question", "? alice")
     done = cli("ask", "--cache", path, "--question", "? alice", "--dtype", "bfloat16",
                "--max-new-tokens", 1)  # fmt: skip
     assert done.stdout.split() == ["tea"]
@@ -187,8 +186,5 @@ def test_what_the_commands_refuse(tmp_path):
         "is no compressed cache": ("ask", "--cache", text, "--question", "? alice"),
     }
     for said, arguments in refusals.items():
-        done = cli(*arguments)
-        assert done.exit_code == 2
-        assert said in done.stderr
-        assert done.stderr.count("\n") == 1
+        assert said in refused(*arguments)
     assert not path.exists()

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -23,7 +24,7 @@ from experiments.questions import evaluate
 from experiments.study import run_plan
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
-from tests.experiments.tiny import REFUSED, cli
+from tests.experiments.tiny import REFUSED, cli, refused
 from tests.support import build
 
 TRAINED = 512
@@ -158,13 +159,10 @@ def test_a_model_that_was_never_trained(tmp_path):
 # ---- the command -------------------------------------------------------------------------------
 
 
-def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
-    def measured(experiment, options, progress):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("experiments.study.measured", measured)
+def test_the_command_tells_what_it_takes(folders, tmp_path):
     folder = folders["llama"]
-    first = cli("study", "--model", folder, "--output", tmp_path)
+    with patch("experiments.study.measured", side_effect=KeyboardInterrupt):
+        first = cli("study", "--model", folder, "--output", tmp_path)
     assert first.exit_code == 130, first.output
     told = " ".join(first.stderr.split())
     for words in (
@@ -175,9 +173,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path, monkeypatch):
     ):
         assert re.search(words, told)
     assert read_manifest(tmp_path).waiting[:2] == ["equivalence", "architectures"]
-    other = cli("study", "--output", tmp_path)
-    assert other.exit_code == 2
-    assert f"holds a study of {folder}" in " ".join(other.stderr.split())
+    assert f"holds a study of {folder}" in refused("study", "--output", tmp_path)
 
 
 @pytest.mark.parametrize(("args", "words"), REFUSED["studies"].items())
@@ -191,9 +187,9 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path, monkeypatch, args, words):
         return an_own_model()
 
     monkeypatch.setattr("experiments.study.get_to_know", known)
-    refused = cli("study", *args.split())
-    assert refused.exit_code == 2, refused.exception
-    assert words in " ".join(refused.stderr.split())
+    result = cli("study", *args.split())
+    assert result.exit_code == 2, result.exception
+    assert words in " ".join(result.stderr.split())
 
 
 # ---- getting to know a model ---------------------------------------------------------------------

@@ -28,6 +28,7 @@ from tests.experiments.tiny import (
     failing,
     line_figure,
     note,
+    refused,
     study,
     tiny,
 )
@@ -341,9 +342,7 @@ def test_a_report_follows_its_tables_and_figures(registered, folder):
 def test_report_refuses_a_folder_that_holds_no_study(registered, finished, tmp_path):
     registered(ONE)
     for where, words in ((tmp_path, "holds no study"), (finished, "'two', which is not")):
-        result = cli("report", "--input", where)
-        assert result.exit_code == 2
-        assert words in result.stderr
+        assert words in refused("report", "--input", where)
 
 
 def test_tables_that_are_not_those_of_the_experiment(folder):

@@ -6,6 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -168,33 +169,24 @@ def test_kvpress_is_asked_in_its_own_process(tmp_path):
 )
 def test_rows_of_kvpress_join_the_others(experiment, options, monkeypatch):
     """Rows that its interpreter prints; how it makes them is tested by the oracle."""
-    asked = []
-
-    def output_of(python, *arguments, given):
-        asked.extend([*arguments, json.loads(given)["rounds"]])
-        return json.dumps([{"mechanism": "kvpress"}])
-
+    output_of = Mock(return_value='[{"mechanism": "kvpress"}]')
     monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
     monkeypatch.setattr(with_kvpress, "output_of", output_of)
     few = replace(options, press=("Knorm",), rounds=2)
     (table,) = experiment.EXPERIMENT.measure(few, SILENT).values()
-    assert asked == [with_kvpress.__name__, experiment.__name__, 2]
+    assert output_of.call_args.args == ("python", with_kvpress.__name__, experiment.__name__)
+    assert json.loads(output_of.call_args.kwargs["given"])["rounds"] == 2
     assert {"hook", "patch"} < set(table["mechanism"])
     assert table["mechanism"].tolist()[-1] == "kvpress"
 
 
 def test_time_inside_presses_is_that_of_the_oracle(monkeypatch):
-    asked = []
-
-    def output_of(python, *arguments):
-        asked.append(arguments)
-        return "press,ratio\nKnormPress,0.5\n"
-
+    output_of = Mock(return_value="press,ratio\nKnormPress,0.5\n")
     monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
     monkeypatch.setattr(with_kvpress, "output_of", output_of)
     tables = EXPERIMENT.measure(Options(part=(Part.KVPRESS,)), SILENT)
     assert tables["throughput_kvpress"]["ratio"].tolist() == [0.5]
-    assert asked == [("tests.oracle.timing", *throughput.INSIDE)]
+    output_of.assert_called_once_with("python", "tests.oracle.timing", *throughput.INSIDE)
     assert set(throughput.INSIDE) <= set(with_kvpress.import_module("hooks_impl").PRESSES)
 
 

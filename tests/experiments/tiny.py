@@ -79,6 +79,14 @@ def cli(*arguments, **options):
     return runner.invoke(app, [str(argument) for argument in arguments], **options)
 
 
+def refused(*arguments):
+    """The one line that a command which is refused prints."""
+    result = cli(*arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
 def failing(*_):
     raise RuntimeError("no <luck>\n [today]")
 
