@@ -18,7 +18,7 @@ import typer
 
 from experiments import UserError, load_experiments
 from experiments.framework.experiment import AnyExperiment, Finding
-from experiments.framework.manifest import check_one_run, read_manifest
+from experiments.framework.manifest import check_one_run, read_manifest, write_at_once
 from experiments.framework.results import Part, read_parts
 
 _BLOCK = re.compile(r"^<!-- table: ([^\n]+) -->$.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL)
@@ -97,7 +97,7 @@ def command(
             stale = True
             typer.echo(f"{page} does not show what {results} holds", err=True)
         elif new != old:
-            page.write_text(new, encoding="utf-8")
+            write_at_once(page, new.encode())
             typer.echo(f"{page} rewritten")
     if stale:
         typer.echo("run `python -m experiments readme`", err=True)
