@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from unittest.mock import patch
 
 from experiments import EXPERIMENTS, UserError
 from experiments.cli import COMMANDS
@@ -74,6 +75,14 @@ def test_errors_of_the_user_take_one_line(monkeypatch, kind):
 def test_bugs_keep_their_traceback_and_others_can_have_it(monkeypatch, error, args, env):
     offer(monkeypatch, error)
     assert cli(*args, "trace", env=env).exception is error
+
+
+def test_a_command_that_is_told_to_end_is_interrupted():
+    with patch("experiments.cli.app"), patch("signal.signal") as handled:
+        runpy.run_module("experiments", run_name="__main__")
+    handlers = dict([handled.call_args.args])
+    with pytest.raises(KeyboardInterrupt):
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
 
 
 def test_a_misspelt_command_is_told_its_name():
