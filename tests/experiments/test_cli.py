@@ -1,17 +1,20 @@
 """The front door: what it lists, what it imports, and how it tells errors."""
 
+import runpy
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
-from unittest.mock import patch
+from safetensors import SafetensorError
 
 from experiments import EXPERIMENTS, UserError
 from experiments.cli import COMMANDS
 from experiments.loading import ModelNotFoundError
 from press_core import HyperparameterError
-from tests.experiments.tiny import cli
+from tests.experiments.tiny import cli, refused
 
 
 def offer(monkeypatch, error: Exception) -> None:
@@ -58,10 +61,7 @@ def test_every_command_has_help_of_its_own(name):
 )
 def test_errors_of_the_user_take_one_line(monkeypatch, kind):
     offer(monkeypatch, kind("KnormPress(ratio=2):\n  must be\n  smaller"))
-    result = cli("trace")
-    assert result.exit_code == 2
-    assert result.stderr == "error: KnormPress(ratio=2): must be smaller\n"
-    assert result.stdout == ""
+    assert refused("trace") == "error: KnormPress(ratio=2): must be smaller\n"
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,10 @@ def test_train(monkeypatch, tmp_path, name):
     assert seen == [("facts-llama", tmp_path) if name == "fitted" else (tmp_path, 7)]
     nowhere = cli("train", name)
     assert nowhere.exit_code == (0 if name == "fitted" else 2)
+
+
+def test_a_model_that_cannot_be_saved_is_told_in_one_line(tmp_path):
+    full = SafetensorError("No space left")
+    with patch("experiments.testbed.training.facts.train", side_effect=full):
+        told = refused("train", "facts", "--output", tmp_path)
+    assert told == f"error: cannot write the model to {tmp_path}: No space left\n"

@@ -187,15 +187,6 @@ def test_files_and_links_of_others_are_not_touched(tmp_path, name):
     assert not (tmp_path / "outside").exists()
 
 
-def test_an_output_that_cannot_be_is_told_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweeps, "run_cell", lambda *_: pytest.fail("worked first"))
-    (tmp_path / "file").write_text("mine")
-    for output in (tmp_path / "file", tmp_path / "file" / "inside"):
-        result = call("--output", output)
-        assert isinstance(result.exception, UserError), result.output
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_a_model_that_cannot_be_loaded_is_told_once_and_can_be_corrected(tmp_path):
     result = call("--output", tmp_path, "--device", "abacus")
     assert "device 'abacus'" in str(result.exception), result.output

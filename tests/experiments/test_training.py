@@ -10,9 +10,10 @@ from experiments.testbed.training import facts, loop, sink, stdlib
 
 def test_a_model_of_facts_is_trained_and_saved(tmp_path, monkeypatch, capsys):
     evaluate = facts.evaluate
-    monkeypatch.setattr(facts, "TOKENS_PER_STEP", 500)
+    for name, few in (("TOKENS_PER_STEP", 500), ("CURRICULUM_STEPS", 2), ("DECAY_STEPS", 1)):
+        monkeypatch.setattr(facts, name, few)
     monkeypatch.setattr(facts, "evaluate", lambda model: evaluate(model, (16, 32), (1, 2), 4))
-    facts.train(tmp_path, seed=3, curriculum_steps=2, decay_steps=1)
+    facts.train(tmp_path, seed=3)
     model, tokenizer = load_model(str(tmp_path))
     torch.manual_seed(3)
     assert not torch.equal(

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from safetensors import SafetensorError
 
-from experiments import UserError
+from experiments import UserError, refusing
+from experiments.framework.manifest import check_writable
 
 
 def command(
@@ -40,4 +42,6 @@ def command(
     elif output is None:
         raise UserError(f"{what} has no folder to write to; give --output")
     else:
-        train(output, seed=seed)
+        check_writable(output)
+        with refusing(f"cannot write the model to {output}", OSError, SafetensorError):
+            train(output, seed=seed)

@@ -95,13 +95,7 @@ def loss_of(model: Any, batch: FactBatch) -> tuple[Tensor, float]:
     return loss, (logits.argmax(-1) == batch.answer_ids).float().mean().item()
 
 
-def train(
-    output: Path,
-    *,
-    seed: int = 0,
-    curriculum_steps: int = CURRICULUM_STEPS,
-    decay_steps: int = DECAY_STEPS,
-) -> None:
+def train(output: Path, *, seed: int = 0) -> None:
     """Train the model, save it with its tokenizer, and print how many answers are right.
 
     The same seed gives the same model as long as torch and its number of threads are the same.
@@ -110,16 +104,16 @@ def train(
     model = untrained("facts-llama")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.05)
     curriculum = Curriculum(model, seed)
-    steps = takewhile(lambda _: not curriculum.passed, range(curriculum_steps))
+    steps = takewhile(lambda _: not curriculum.passed, range(CURRICULUM_STEPS))
 
     def warmed_up(step: int) -> float:
         return curriculum.rate * min(1.0, (step + 1) / WARM_UP_STEPS)
 
     def decayed(step: int) -> float:
-        return curriculum.rate * (1 - step / decay_steps)
+        return curriculum.rate * (1 - step / DECAY_STEPS)
 
-    descend(model, optimizer, steps, warmed_up, curriculum.loss, curriculum_steps)
-    descend(model, optimizer, range(decay_steps), decayed, curriculum.mixed_loss, decay_steps)
+    descend(model, optimizer, steps, warmed_up, curriculum.loss, CURRICULUM_STEPS)
+    descend(model, optimizer, range(DECAY_STEPS), decayed, curriculum.mixed_loss, DECAY_STEPS)
     model.save_pretrained(output)
     build_tokenizer().save_pretrained(output)
     print(evaluate(model).to_string(float_format="{:.1%}".format))
