@@ -57,7 +57,7 @@ def run_plan(
         UserError: if the folder cannot be written to, or holds other files that would be lost.
     """
     former = former_study(output, plan.model, plan.names, overwrite=overwrite)
-    manifest, order = _begun(plan, former), [each.name for each in experiments]
+    manifest, order = _begun(plan, former, output), [each.name for each in experiments]
     tasks = [task for task in plan.tasks if task.name not in manifest.experiments]
     if len(tasks) < len(plan.tasks):
         console.print(
@@ -67,19 +67,21 @@ def run_plan(
     for file in sorted((former.files if former else set()) - manifest.files):
         (output / file).unlink(missing_ok=True)
     write_manifest(manifest, output)
+    # It is written last, so a study without it was interrupted.
+    (output / "report.html").unlink(missing_ok=True)
     for number, task in enumerate(tasks, 1):
         # Plain lines, because each experiment draws its own progress bar.
         console.rule(f"{number} of {len(tasks)}: {task.experiment.title}", align="left")
         for entry in _run(task, manifest.versions, output, console):
-            manifest = manifest.noting(task.name, entry, order)
-            write_manifest(manifest, output)
+            before, manifest = manifest, manifest.noting(task.name, entry, order)
+            write_manifest(manifest, output, after=before)
         status = f"failed: {entry.error}," if entry.error else "done"
         console.print(f"{status} in {entry.seconds:.1f} s", markup=False, highlight=False)
     write_report(output, experiments)
     return [name for name, entry in manifest.experiments.items() if entry.error]
 
 
-def _begun(plan: Plan, former: Manifest | None) -> Manifest:
+def _begun(plan: Plan, former: Manifest | None, output: Path) -> Manifest:
     """The manifest of a study at its start, with the entries that a former study leaves to it."""
     made, tasks = environment.environment_info(), {task.name: task for task in plan.tasks}
     made_with = made["commit"], made["versions"]
@@ -90,7 +92,7 @@ def _begun(plan: Plan, former: Manifest | None) -> Manifest:
         left_out = {n: why for n, why in former.left_out.items() if n not in tasks} | left_out
         waiting = [*(name for name in former.waiting if name not in tasks), *waiting]
         quick = former.quick
-    elif former and former.waiting:  # the former study was interrupted
+    elif former and (former.waiting or not (output / "report.html").exists()):  # it was interrupted
         for name, entry in former.experiments.items():
             same = name in tasks and entry.options == repr(tasks[name].planned.options)
             if same and not entry.error and (entry.commit, entry.versions) == made_with:

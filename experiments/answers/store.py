@@ -29,7 +29,7 @@ from experiments import UserError, refusing
 from experiments.answers.cells import Cell, Prediction, Result
 from experiments.answers.settings import SWEPT, Settings
 from experiments.framework.environment import environment_info
-from experiments.framework.manifest import check_writable, write_at_once
+from experiments.framework.manifest import check_writable, overtaken, write_at_once
 from experiments.framework.results import csv_of
 from experiments.loading import local_folder
 
@@ -112,10 +112,7 @@ class Store:
         self._check_setup()
         name = f"{CELLS}/{hashlib.sha256(result.cell.key.encode()).hexdigest()[:16]}.json"
         if (self.folder / name).exists():
-            raise UserError(
-                f"another sweep is writing to {self.folder}; wait for it to finish and give the "
-                "same command again, or give another --output"
-            )
+            raise overtaken("sweep", self.folder)
         self._write(name, json.dumps(result.model_dump(), ensure_ascii=False))
 
     def write_tables(self, cells: Iterable[Cell] = ()) -> pd.DataFrame:

@@ -142,9 +142,26 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{path} is no manifest of a study: {first}") from None
 
 
-def write_manifest(manifest: Manifest, folder: Path) -> None:
-    """Write the manifest of a study into its `folder`, atomically."""
+def write_manifest(manifest: Manifest, folder: Path, after: Manifest | None = None) -> None:
+    """Write the manifest of a study into its `folder`, atomically.
+
+    Args:
+        after: the manifest that this process wrote there before; None: it has written none.
+
+    Raises:
+        UserError: if another study has written one since, or if it cannot be written.
+    """
+    if after is not None and read_manifest(folder) != after:
+        raise overtaken("study", folder)
     write_at_once(folder / MANIFEST, f"{manifest.model_dump_json(indent=2)}\n".encode())
+
+
+def overtaken(what: str, folder: Path) -> UserError:
+    """The error of a study or a sweep in whose folder another one is writing."""
+    return UserError(
+        f"another {what} is writing to {folder}; wait for it to finish and give the same command "
+        "again, or give another --output"
+    )
 
 
 def write_at_once(path: Path, content: bytes) -> None:

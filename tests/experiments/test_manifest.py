@@ -1,6 +1,7 @@
 """The study's folder: whose files it takes, what it reads of a manifest, and how it resumes."""
 
 import json
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -66,33 +67,38 @@ def test_what_is_not_what_was_asked_is_run_again(tmp_path, before, after):
     assert ran == ["a", "b", "a", "b", "c"]
 
 
-def test_an_interrupt_while_files_are_written_leaves_none_that_nobody_knows(tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def test_nothing_is_run_again_because_its_report_was_not_written(tmp_path):
+    ran = []
+    study(three(ran), tmp_path)
+    with patch("experiments.study.write_report", side_effect=UserError), pytest.raises(UserError):
+        study(three(ran), tmp_path)
+    study(three(ran), tmp_path)
+    assert ran == ["a", "b", "c"] * 2
+    assert (tmp_path / "report.html").exists()
 
-    monkeypatch.setattr("experiments.study.read_table", interrupt)
-    interrupted(tmp_path, [])
+
+def test_an_interrupt_while_files_are_written_leaves_none_that_nobody_knows(tmp_path):
+    with patch("experiments.study.read_table", side_effect=KeyboardInterrupt):
+        interrupted(tmp_path, [])
     assert (tmp_path / "a.csv").exists()
     assert read_manifest(tmp_path).waiting == ["a", "b", "c"]
-    monkeypatch.undo()
     (part,) = read_parts(tmp_path, three([]))
     assert "interrupted" in part.error
     assert study(three([]), tmp_path)[0] == []
 
 
-def test_one_experiment_of_an_interrupted_study_leaves_the_others_waiting(tmp_path):
+def test_a_second_study_in_a_folder_stops_the_first_and_leaves_the_others_waiting(tmp_path):
     ran = []
-    interrupted(tmp_path, ran)
-    study(three(ran), tmp_path, only=["c"])
-    assert read_manifest(tmp_path).waiting == ["b"]
+    meanwhile = tiny("a", measure=lambda *_: study(three(ran), tmp_path, only=["c"]))
+    with pytest.raises(UserError, match=f"another study .*{tmp_path}"):
+        study([meanwhile, *three(ran)[1:]], tmp_path)
+    assert read_manifest(tmp_path).waiting == ["a", "b"]
     study(three(ran), tmp_path)
-    assert ran == ["a", "b", "c", "b"]
+    assert ran == ["c", "a", "b"]
 
 
 def test_the_command_says_how_to_go_on(monkeypatch, tmp_path):
     chosen = three([], KeyboardInterrupt())
-    for each in chosen:
-        each.quick = each.full
     monkeypatch.setattr("experiments.study.load_experiments", lambda: chosen)
     result = cli("study", "--output", tmp_path)
     assert result.exit_code == 130
