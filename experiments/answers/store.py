@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from experiments import UserError, refusing
 from experiments.answers.cells import Cell, Prediction, Result
 from experiments.answers.settings import SWEPT, Settings
-from experiments.framework.environment import environment_info
+from experiments.framework.environment import code_digest, digest_of, environment_info
 from experiments.framework.manifest import check_writable, overtaken, write_at_once
 from experiments.framework.results import csv_of
 from experiments.loading import local_folder
@@ -70,10 +70,9 @@ class Store:
 
     def _check_setup(self) -> None:
         path, setup = self.folder / SETUP, json.loads(self._setup)
-        try:
+        wrong, advice = f"{path} is no file of a sweep", "; give another --output"
+        with refusing(wrong, OSError, AttributeError, ValueError, RecursionError, advice=advice):
             former = dict(json.loads(path.read_bytes()).items())
-        except (OSError, AttributeError, ValueError, RecursionError) as error:
-            raise UserError(f"{path} is no file of a sweep; give another --output") from error
         names = sorted((set(former) | set(setup)) - {"made_with"})
         differing = [n for n in names if former.get(n) != setup.get(n)]
         if differing:
@@ -146,12 +145,7 @@ def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFra
 
 # ---- the set-up ----------------------------------------------------------------------------------
 
-_ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("press_core", "hooks_impl", "patch_impl", "attention_patch", "experiments")
-"""The packages of this project; results depend on their code and YAML files."""
-
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json")
-_ENDS = 2**20  # bytes at the start and at the end of a file that go into a digest
 
 
 def setup_of(settings: Settings) -> dict[str, Any]:
@@ -168,28 +162,9 @@ def setup_of(settings: Settings) -> dict[str, Any]:
     }
 
 
-def code_digest() -> str:
-    """A digest of the sources that results depend on, uncommitted changes included."""
-    patterns = [f"{part}/**/*.{kind}" for part in _CODE for kind in ("py", "yaml")]
-    return _digest([path for pattern in patterns for path in _ROOT.glob(pattern)], _ROOT)
-
-
 def model_fingerprint(name: str) -> str:
     """The commit of a hub model, or a digest of the files of a local folder."""
     if (folder := local_folder(name)) is None:
         with refusing(f"{name!r} is neither a folder nor a model that the hub gives", OSError):
             return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
-    return _digest([path for pattern in _WEIGHTS for path in folder.glob(pattern)], folder)
-
-
-def _digest(files: list[Path], root: Path) -> str:
-    """A digest of names, sizes and contents of files; of large files, of both ends."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(root).as_posix()} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_ENDS))
-            file.seek(max(0, size - _ENDS))
-            digest.update(file.read(_ENDS))
-    return digest.hexdigest()[:16]
+    return digest_of(folder, _WEIGHTS)

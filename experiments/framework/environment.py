@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import distributions
 from pathlib import Path
@@ -19,6 +22,8 @@ _OF_KVPRESS = ("kvpress", "transformers", "torch")
 _ROOT = Path(__file__).parents[2]
 _CODE = "experiments", "press_core", "hooks_impl", "patch_impl", "attention_patch", "tests/oracle"
 """What results depend on: code, its data, and the weights of the shipped models."""
+
+_ENDS = 2**20  # bytes at the start and at the end of a file that go into a digest
 
 
 def environment_info() -> dict[str, Any]:
@@ -59,18 +64,34 @@ def _processor() -> str | None:
 
 
 def commit() -> str | None:
-    """The git commit of this code, with "+changes" if what results depend on differs from it, or
-    holds further files; None if unknown."""
+    """The git commit of this code, with "+changes" and a digest of the sources if what results
+    depend on differs from it, or holds further files; None if unknown."""
 
     def git(*args: str) -> subprocess.CompletedProcess[str]:
         command = ["git", "-C", str(_ROOT), *args]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    try:
-        if git("ls-files", "--error-unmatch", str(Path(__file__).resolve())).returncode:
-            return None  # installed, perhaps inside another repository
-        commit = git("rev-parse", "HEAD").stdout.strip()
-        changed = git("status", "--porcelain", "--", *_CODE).stdout
-    except OSError:
-        return None
-    return f"{commit}+changes" if changed else commit
+    with suppress(OSError):  # git is not installed
+        if git("ls-files", "--error-unmatch", str(Path(__file__).resolve())).returncode == 0:
+            commit = git("rev-parse", "HEAD").stdout.strip()
+            changed = git("status", "--porcelain", "--", *_CODE).stdout
+            return f"{commit}+changes {code_digest()}" if changed else commit
+    return None  # installed, perhaps inside another repository
+
+
+def code_digest() -> str:
+    """A digest of the sources that results depend on, uncommitted changes included."""
+    return digest_of(_ROOT, [f"{part}/**/*.{kind}" for part in _CODE for kind in ("py", "yaml")])
+
+
+def digest_of(folder: Path, patterns: Iterable[str]) -> str:
+    """A digest of names, sizes and contents of files; of large files, of both ends."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()[:16]

@@ -199,7 +199,7 @@ def check_one_run(folder: Path, manifest: Manifest, options: Mapping[str, str]) 
 
 
 def _disagreements(folder: Path, manifest: Manifest, options: Mapping[str, str]) -> Iterator[str]:
-    if manifest.commit and manifest.commit.endswith("+changes"):
+    if manifest.commit and "+changes" in manifest.commit:
         yield f"{manifest.commit[:7]} had changes that were not committed"
     yield from (f"{name} is not finished" for name in manifest.waiting)
     yield from (f"{name} is missing" for name in options.keys() - manifest.experiments.keys())

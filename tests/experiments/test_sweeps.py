@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock, patch
 
 import pandas as pd
 import pytest
@@ -15,10 +16,10 @@ from hypothesis import settings as drawn
 from hypothesis import strategies as st
 
 from experiments import UserError
-from experiments.answers import store
 from experiments.answers import sweep as sweeps
 from experiments.answers.cells import Cell, Prediction, Result, plan, run_cell
 from experiments.answers.store import Store, model_fingerprint, setup_of
+from experiments.framework import environment
 from experiments.loading import load_model
 from tests.experiments.sweeping import FILES, ONE, SETUP, SMALL, assert_same, call, run_sweep
 
@@ -42,20 +43,12 @@ def test_a_sweep_keeps_all_it_takes_to_repeat_it(tmp_path):
         assert not row.high < row.score  # there may be no interval
 
 
-def test_an_interrupted_sweep_continues(tmp_path, monkeypatch, ran):
+def test_an_interrupted_sweep_continues(tmp_path, ran):
     whole = run_sweep(SMALL, tmp_path / "whole")[0]
     ran.clear()
-    go_on = sweeps.run_cell
-
-    def interrupted(settings, cell):
-        if len(ran) == 2:
-            raise KeyboardInterrupt
-        return go_on(settings, cell)
-
-    monkeypatch.setattr(sweeps, "run_cell", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    third = Mock(wraps=sweeps.run_cell, side_effect=[DEFAULT, DEFAULT, KeyboardInterrupt])
+    with patch.object(sweeps, "run_cell", third), pytest.raises(KeyboardInterrupt):
         run_sweep(SMALL, tmp_path / "cut")
-    monkeypatch.setattr(sweeps, "run_cell", go_on)
     continued, _, printed = run_sweep(SMALL, tmp_path / "cut")
     assert sorted(ran) == sorted(plan(SMALL))  # each once
     assert "2 of 6 cells" in printed
@@ -158,16 +151,15 @@ def test_a_second_sweep_in_a_folder_is_told_of_the_first(tmp_path, monkeypatch):
     assert len(Store(tmp_path, SETUP).finished()) == 1
 
 
-def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, swept, ran):
+def test_a_full_disk_loses_nothing(tmp_path, swept, ran):
     def full(path, content, write=Path.write_bytes):
         if path.parent.name == "cells" and any(path.parent.glob("*.json")):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, content)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", full)
-        with pytest.raises(UserError, match=r"cannot write .*: No space left.* repeat"):
-            run_sweep(ONE, tmp_path)
+    words = r"cannot write .*: No space left.* repeat"
+    with patch.object(Path, "write_bytes", full), pytest.raises(UserError, match=words):
+        run_sweep(ONE, tmp_path)
     ran.clear()
     assert_same(run_sweep(ONE, tmp_path)[0], swept[1])
     assert len(ran) == 2
@@ -265,11 +257,13 @@ def test_other_weights_are_another_model(tmp_path):
 
 
 def test_other_code_is_another_set_up(tmp_path, monkeypatch):
-    assert all((store._ROOT / part).exists() for part in store._CODE)
+    assert all((environment._ROOT / part).exists() for part in environment._CODE)
     (tmp_path / "press_core").mkdir()
     (tmp_path / "press_core" / "a.py").write_text("x = 1")
-    monkeypatch.setattr(store, "_ROOT", tmp_path)
-    monkeypatch.setattr(store, "_CODE", ("press_core",))
-    before = store.code_digest()
+    monkeypatch.setattr(environment, "_ROOT", tmp_path)
+    monkeypatch.setattr(environment, "_CODE", ("press_core",))
+    # What git prints: a commit, and that something was changed.
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: Mock(returncode=0, stdout="0a1b"))
+    before = environment.code_digest(), environment.commit()
     (tmp_path / "press_core" / "a.py").write_text("x = 2")
-    assert store.code_digest() != before
+    assert not {environment.code_digest(), environment.commit()} & {*before}
