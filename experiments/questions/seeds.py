@@ -52,11 +52,9 @@ def again(experiment: AnyExperiment, options: Options, progress: Progress) -> li
         for finding in experiment.findings(experiment.measure(drawn, progress)):
             if (finding.evidence or experiment.evidence) is Evidence.MODEL:
                 low, high = finding.interval
-                rows.append(
-                    {"experiment": experiment.name, "finding": finding.name, "seed": drawn.seed}
-                    | {"shift": shift, "number": finding.number, "low": low, "high": high}
-                    | {"text": finding.text}
-                )
+                row = {"experiment": experiment.name, "finding": finding.name, "seed": drawn.seed}
+                row |= {"shift": shift, "number": finding.number, "low": low, "high": high}
+                rows.append(row | {"text": finding.text})
     return rows
 
 
