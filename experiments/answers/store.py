@@ -145,7 +145,8 @@ def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFra
 
 # ---- the set-up ----------------------------------------------------------------------------------
 
-_WEIGHTS = ("*.safetensors", "*.bin", "config.json", "tokenizer*.json")
+_OF_A_MODEL = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
+"""Files in a model's folder: weights, configurations, the tokenizer's, its template, and code."""
 
 
 def setup_of(settings: Settings) -> dict[str, Any]:
@@ -167,4 +168,4 @@ def model_fingerprint(name: str) -> str:
     if (folder := local_folder(name)) is None:
         with refusing(f"{name!r} is neither a folder nor a model that the hub gives", OSError):
             return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
-    return digest_of(folder, _WEIGHTS)
+    return digest_of(folder, _OF_A_MODEL)

@@ -88,8 +88,7 @@ def swept(tmp_path_factory):
 
 @pytest.fixture
 def copied(swept, tmp_path):
-    shutil.copytree(swept[0], tmp_path / "sweep")
-    return tmp_path / "sweep"
+    return Path(shutil.copytree(swept[0], tmp_path / "sweep"))
 
 
 def half_a_cell(path):
@@ -246,14 +245,16 @@ def test_the_set_up_says_what_made_the_results(tmp_path):
     assert made | {"seed": 1} == setup_of(replace(SMALL, seed=1)) | {"made_with": made["made_with"]}
 
 
-def test_other_weights_are_another_model(tmp_path):
-    folder = tmp_path / "model"
+def test_other_weights_or_another_template_are_another_model(tmp_path):
+    folder = str(tmp_path / "model")
     shutil.copytree(Path(sweeps.__file__).parents[1] / "models" / "facts-llama", folder)
-    assert model_fingerprint(str(folder)) == model_fingerprint("facts-llama")
-    model = load_model(str(folder))[0]
+    assert model_fingerprint(folder) == model_fingerprint("facts-llama")
+    Path(folder, "chat_template.jinja").write_text("{{ messages }}")
+    asked_otherwise = model_fingerprint(folder)
+    model = load_model(folder)[0]
     model.lm_head.weight.data[-1, -1] += 1
     model.save_pretrained(folder)
-    assert model_fingerprint(str(folder)) != model_fingerprint("facts-llama")
+    assert len({model_fingerprint("facts-llama"), asked_otherwise, model_fingerprint(folder)}) == 3
 
 
 def test_other_code_is_another_set_up(tmp_path, monkeypatch):
