@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +25,7 @@ from experiments.framework.manifest import UNFINISHED, Entry, Manifest, former_s
 from experiments.framework.options import Device, Dtype, one_of
 from experiments.framework.plan import Plan, Task, announcement, plan_on, plan_study
 from experiments.framework.report import write_report
-from experiments.framework.results import drawn, read_table, write_figures, write_tables
+from experiments.framework.results import drawn, read_parts, read_table, write_figures, write_tables
 from experiments.framework.wording import in_one_line
 from experiments.testbed.getting_to_know import full_name, get_to_know
 
@@ -93,10 +94,12 @@ def _begun(plan: Plan, former: Manifest | None, output: Path) -> Manifest:
         waiting = [*(name for name in former.waiting if name not in tasks), *waiting]
         quick = former.quick
     elif former and (former.waiting or not (output / "report.html").exists()):  # it was interrupted
-        for name, entry in former.experiments.items():
-            same = name in tasks and entry.options == repr(tasks[name].planned.options)
-            if same and not entry.error and (entry.commit, entry.versions) == made_with:
-                kept[name] = entry
+        with suppress(UserError):  # tables that cannot be read any more are all measured anew
+            read_parts(output, [task.experiment for task in plan.tasks])
+            for name, entry in former.experiments.items():
+                same = name in tasks and entry.options == repr(tasks[name].planned.options)
+                if same and not entry.error and (entry.commit, entry.versions) == made_with:
+                    kept[name] = entry
         waiting = [name for name in waiting if name not in kept]
     return Manifest(
         **made,

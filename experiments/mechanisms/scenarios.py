@@ -166,8 +166,7 @@ class Scenarios(Experiment[OptionsT]):
     def try_out(self, *cell: str, family: str = "llama") -> dict[str, str]:
         """A row of the table: the cell, its `outcome`, and a `detail` of what is wrong."""
         outcome, detail = self.outcome(self.scenario(*cell, family), family)
-        tried = dict(zip(self.columns, cell, strict=True))
-        return {**tried, "outcome": outcome, "detail": detail}
+        return dict(zip(self.columns, cell, strict=True)) | {"outcome": outcome, "detail": detail}
 
     def measure(self, options: OptionsT, progress: Progress) -> Tables:
         """A table of all cells, named after the experiment."""

@@ -247,8 +247,7 @@ class Isolation(scenarios.Scenarios[Options]):
         table = tables["isolation"]
         own, others = _untouched(table)
         title = f"Situations with no bystander affected, of {table['situation'].nunique()}"
-        chosen = pd.concat([own, others.nsmallest(1)]).astype(float)
-        return [Contrast(title, chosen.to_dict())]
+        return [Contrast(title, pd.concat([own, others.nsmallest(1)]).astype(float).to_dict())]
 
 
 def _untouched(table: pd.DataFrame) -> tuple[pd.Series[Any], pd.Series[Any]]:

@@ -99,8 +99,7 @@ def test_train(monkeypatch, tmp_path, name):
     result = cli("train", name, "--output", tmp_path, "--seed", "7")
     assert result.exit_code == 0, result.output
     assert seen == [("facts-llama", tmp_path) if name == "fitted" else (tmp_path, 7)]
-    nowhere = cli("train", name)
-    assert nowhere.exit_code == (0 if name == "fitted" else 2)
+    assert cli("train", name).exit_code == (0 if name == "fitted" else 2)
 
 
 def test_a_model_that_cannot_be_saved_is_told_in_one_line(tmp_path):

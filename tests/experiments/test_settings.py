@@ -70,8 +70,7 @@ def test_flags_override_the_file(tmp_path):
         press=("KnormPress", "TOVAPress"), ratio=(0.25,), samples=5, dataset=("facts/single",)
     )
     file.write_text("generation: {do_sample: true, temperature: 0.5}")
-    expected = {"do_sample": True, "temperature": 0.5}
-    assert settings_from(file, {}).generation == expected
+    assert settings_from(file, {}).generation == {"do_sample": True, "temperature": 0.5}
     assert settings_from(None, {}) == Settings()
     file.write_text("budget: 64")  # in place of ratios that nobody gave
     assert (settings_from(file, {}).ratio, settings_from(file, {}).budget) == ((0.0,), (64,))

@@ -243,8 +243,7 @@ def test_findings_say_on_what_evidence_they_rest(tmp_path):
     assert shown.text.count(Evidence.TIME.value) == 2  # among the needs, and beside the finding
     assert Evidence.TIME.threat in shown.text
     assert Evidence.BITS.threat not in shown.text
-    item = "**1.867**. *(timing on one machine)*"
-    assert item in markdown(tmp_path)
+    assert "**1.867**. *(timing on one machine)*" in markdown(tmp_path)
     assert blocks(tmp_path, [ONE, TWO])["one-mean"].endswith("**1.867**.")
     assert all(one.evidence for one in experiments.load_experiments())
 

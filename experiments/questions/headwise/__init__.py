@@ -257,8 +257,7 @@ def _most_evicted(tables: Tables) -> pd.DataFrame:
     pressed = decoding[decoding["condition"] != FULL]
     context = min(pressed["context"].unique(), key=lambda context: abs(context - 4096))
     rows = pressed[(pressed["context"] == context) & (pressed["ratio"] == pressed["ratio"].max())]
-    share = rows["bytes"] / rows["full_bytes"]
-    return rows.assign(share=share).set_index("condition")
+    return rows.assign(share=rows["bytes"] / rows["full_bytes"]).set_index("condition")
 
 
 def find_freeing(tables: Tables) -> Iterator[Finding]:
