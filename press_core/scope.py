@@ -217,6 +217,7 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     Raises:
         PressError: if the press does not fit the model.
     """
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
     press.validate()
     press.post_init_from_model(model)
     sites, bystanders = verified(model)

@@ -62,6 +62,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     """The same, and the unpruned attention modules that need help when the others are pruned."""
     if not isinstance(model, nn.Module):  # a pipeline holds one
         raise UnsupportedModelError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # of a compiled one, whose modules are those of both
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with watching.one_at_a_time:
         if key not in known:
@@ -139,7 +140,7 @@ def _probe(model: nn.Module) -> list[Facts] | str:
     step = "it does not run over a few tokens alone"
     try:
         with watching.as_if_nothing_happened(model), torch.no_grad():
-            module, watch, cache = _run(getattr(model, "_orig_mod", model))
+            module, watch, cache = _run(model)
             step = "what it does with a few tokens is like no other model"
             attending = [s for s in watch.seen if s.cache_name and s.interface]
             if not attending:

@@ -79,7 +79,7 @@ def test_what_a_model_does_not_do_is_refused_by_need(name, need):
 
 def test_sites_are_named_and_tell_the_implementation_in_force():
     model = tiny("llama")
-    sites = attention_sites(model)
+    sites = attention_sites(torch.compile(model))  # are those of the model that it compiles
     assert [site.name for site in sites] == [f"model.layers.{i}.self_attn" for i in range(4)]
     assert all(site.module is model.get_submodule(site.name) for site in sites)
     for implementation in ("eager", "sdpa"):
