@@ -84,18 +84,19 @@ def _own_classes(text: str) -> list[type[Any]]:
 
     Raises:
         UserError: if they cannot be imported, are not a press with hooks and one with patches, or
-            have no field `compression_ratio`.
+            are not made by a `compression_ratio` alone.
     """
     with refusing(f"cannot import {text!r}", ImportError, AttributeError, ValueError):
         classes: list[Any] = [resolve_name(part.strip()) for part in text.split(",")]
     are_presses = [getattr(cls, "mechanism", None) for cls in classes] == ["hooks", "patches"]
-    if not (are_presses and all("compression_ratio" in signature(c).parameters for c in classes)):
-        raise UserError(
-            f"{text!r} is not a press with hooks and one with patches, both with a field "
-            "compression_ratio; derive them from ScorerPress of hooks_impl and of patch_impl, as "
-            "in my_module:MyHookPress,my_module:MyPatchPress"
-        )
-    return classes
+    with suppress(TypeError):  # which says that a class takes other arguments
+        if are_presses and all(signature(c).bind(compression_ratio=0.0) for c in classes):
+            return classes
+    raise UserError(
+        f"{text!r} is not a press with hooks and one with patches, both with a field "
+        "compression_ratio and a default for all others; derive them from ScorerPress of "
+        "hooks_impl and of patch_impl, as in my_module:MyHookPress,my_module:MyPatchPress"
+    )
 
 
 # ---- recipes -------------------------------------------------------------------------------------
@@ -215,8 +216,7 @@ def _fitted(press: InstalledPress, model: PreTrainedModel) -> InstalledPress:
 
 def _works_on(press: InstalledPress, model: PreTrainedModel) -> bool:
     """Whether `model` has the rotary embeddings that `press` needs, if it needs them."""
-    needs_rope = Needs.ROPE in press.needs
-    return not needs_rope or all(site.rotary is not None for site in attention_sites(model))
+    return Needs.ROPE not in press.needs or all(x.rotary for x in attention_sites(model))
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = WeakKeyDictionary()

@@ -84,9 +84,8 @@ class RefusingPatch(NewestPatch):
         raise UnsupportedModelError(f"not on {site.name}")
 
 
-@dataclass
-class NoRatioPress(hooks_impl.BasePress):
-    """A press without a compression ratio."""
+class WithoutDefaultPress(NewestPress):
+    def __init__(self, compression_ratio, n_recent): ...
 
 
 # ---- the command ---------------------------------------------------------------------------------
