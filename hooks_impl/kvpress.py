@@ -24,6 +24,7 @@ from press_core.press import Press
 from press_core.presses.composed import Composed, PerLayerCompression
 from press_core.presses.decoding import PrefillDecoding
 from press_core.scope import ScopeState
+from press_core.select import is_dense
 from press_core.traits import Needs, Phase, also_needs
 
 CALL = "attention_call"
@@ -200,7 +201,7 @@ def _scored(method: Callable[..., Any], call: AttentionCall) -> Any:
     if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
         return of_keys(tokens[:, 0])
     scores = [of_keys(of_head) for of_head in tokens.unbind(1)]
-    wrong = [x for x in scores if not isinstance(x, Tensor) or x.shape != call.keys.shape[:3]]
+    wrong = [x for x in scores if not is_dense(x, call.keys) or x.shape != call.keys.shape[:3]]
     return wrong[0] if wrong else torch.stack([x[:, i] for i, x in enumerate(scores)], 1)
 
 

@@ -261,6 +261,23 @@ def _check_states(call: AttentionCall, given: tuple[Any, ...]) -> None:
     )
 
 
+def checked_memory(press: Any, call: AttentionCall) -> Mapping[str, Tensor]:
+    """What the `remember` of `press` returned for `call`.
+
+    Raises:
+        PressError: with what it returned, if that is not `(B, H_kv, S)` by name.
+    """
+    given, shape = press.remember(call), call.keys.shape[:3]
+    is_named = isinstance(given, Mapping)
+    values = given.values() if is_named else [given]
+    if not (is_named and all(is_dense(x, call.keys) and x.shape == shape for x in values)):
+        raise PressError(
+            f"{type(press).__name__}.remember returned {', '.join(map(described, values))}; return "
+            f"a dict of a tensor {tuple(shape)} on {call.keys.device} for each name"
+        )
+    return given
+
+
 def _check_indices(
     kind: str, call: AttentionCall, given: Any, dtype: torch.dtype, size: int
 ) -> None:
@@ -290,7 +307,7 @@ def _check_indices(
 
 def described(given: Any) -> str:
     """What a press gave, for an error message: shape and dtype of a tensor, or the type."""
-    if not isinstance(given, Tensor):
-        return type(given).__name__
+    if not isinstance(given, Tensor) or given.is_nested:  # which has no shape
+        return "a nested tensor" if isinstance(given, Tensor) else type(given).__name__
     kind = "tensor" if given.layout is torch.strided else "sparse tensor"
     return f"a {kind} {tuple(given.shape)} {given.dtype} on {given.device}"

@@ -19,7 +19,7 @@ from press_core.errors import (
     UnsupportedInputError,
     UnsupportedModelError,
 )
-from press_core.eviction import Eviction
+from press_core.eviction import Eviction, checked_memory
 from press_core.fields import amount_field, check_fields, require
 from press_core.forward import Arguments, Forward
 from press_core.model.sites import NEEDS, AttentionSite
@@ -265,7 +265,7 @@ class Press:
         """
         phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
         acting = (p for p in self.parts if p.phases & phase and p.all_needs & Needs.MEMORY)
-        return {name: x for part in acting for name, x in part.remember(call).items()}
+        return {name: x for part in acting for name, x in checked_memory(part, call).items()}
 
     # ---- around the decoder ----------------------------------------------------------------------
 

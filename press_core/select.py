@@ -99,8 +99,9 @@ def _best_with_numpy(scores: Tensor, n: int | Tensor) -> Tensor:
 
 
 def is_dense(given: Any, like: Tensor) -> bool:
-    """Whether `given` is a tensor that can be used with `like`: on its device, and not sparse."""
-    return isinstance(given, Tensor) and (given.layout, given.device) == (like.layout, like.device)
+    """Whether `given` is a tensor to use with `like`: on its device, neither sparse nor nested."""
+    is_tensor = isinstance(given, Tensor) and not given.is_nested
+    return is_tensor and (given.layout, given.device) == (like.layout, like.device)
 
 
 def is_readable(x: Tensor) -> bool:

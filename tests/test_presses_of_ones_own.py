@@ -1,6 +1,7 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
 from functools import partialmethod
+from itertools import product
 
 import pytest
 import torch
@@ -30,8 +31,7 @@ def lengths(press, model=None, n=40):
 # ---- wrappers ------------------------------------------------------------------------------------
 
 READ_QUERIES = ("ExpectedAttentionPress", "SnapKVPress")
-CONSTANT = ("RandomPress", "StreamingLLMPress")
-LEARNED = ("KVzapPress", "QFilterPress", "ExpectedAttentionStatsPress")
+READ_NONE = "RandomPress", "StreamingLLMPress", "KVzapPress", "ExpectedAttentionStatsPress"
 
 
 def wrapper(package, inner, in_field):
@@ -49,7 +49,7 @@ def wrapper(package, inner, in_field):
 
 @both
 @pytest.mark.parametrize("in_field", [True, False])
-@pytest.mark.parametrize("name", [*READ_QUERIES, *CONSTANT, *LEARNED])
+@pytest.mark.parametrize("name", [*READ_QUERIES, *READ_NONE])
 def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
     inner = example_for(package, name, 0.5, build("llama"))
     if name in READ_QUERIES and not in_field:
@@ -160,10 +160,10 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
     some = type("Some", (package.KnormPress,), {"evicts": Evicts.NOTHING})
     with pytest.raises(PressError, match=r"Evicts\.TOKENS"):
         lengths(some(0.5), model)
-    for budget in (0, 9.7, None):
-        own = type("Own", (package.KnormPress,), {"budget": lambda self, call, n=budget: n})
-        with pytest.raises(PressError, match=f"budget of {budget};"):
-            lengths(package.AdaKVPress(own(0.5)))
+    for method, given in product(("budget", "remember"), (0, 9.7, None, {"a": None})):
+        own = type("Own", (package.H2OPress,), {method: lambda self, call, x=given: x})
+        with pytest.raises(PressError, match=f"Own .*budget of {given};|Own.{method} returned"):
+            lengths(own(0.5))
     for trait in ("needs", "evicts", "phases"):
         with pytest.raises(HyperparameterError, match=trait):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
