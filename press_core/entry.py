@@ -197,6 +197,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
     cache, press = forward.cache, scope.press
     scope.tally.n_contexts += 1
     press.validate()  # fields may have changed since the scope opened
+    press.check_site(scope.sites[0])
     if Traits.of(press) != scope.traits:
         raise ScopeError(
             f"what {type(press).__name__} reads, or when it acts, has changed since its scope was "
