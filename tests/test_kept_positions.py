@@ -21,7 +21,7 @@ from press_core import (
     prefill,
     save_cache,
 )
-from press_core.cache.caches import known
+from press_core.cache.caches import cache_nbytes, known
 from tests.support import PIPELINE_PRESSES, build, example_for, filled, left_padded
 
 LENGTH = 56
@@ -75,17 +75,13 @@ def n_evicted(cache):
 
 def fill(model, cache, mask=None, ids=CONTEXT):
     """A context, three tokens at once and six one by one."""
-    seen = 0
-    for n in (ids.shape[1], 3, *[1] * 6):
-        new = ids if seen == 0 else LATER[:, seen - LENGTH :][:, :n].expand(len(ids), -1)
-        more = {}
+    later, more = LATER.expand(len(ids), -1), {}
+    for new in (ids, *later.split([3, *[1] * 6], dim=1)):
         if mask is not None:
-            if seen:
-                mask = torch.cat((mask, torch.ones_like(new)), dim=1)
-            positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -n:]
+            mask = mask if new is ids else torch.cat((mask, torch.ones_like(new)), dim=1)
+            positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -new.shape[1] :]
             more = {"attention_mask": mask, "position_ids": positions}
         model(new, past_key_values=cache, **more)
-        seen += n
 
 
 @pytest.mark.parametrize("padding", [[0], [0, 7, 19]], ids=["alone", "padded"])
@@ -171,13 +167,15 @@ def test_an_encoder_decoder_tells_of_its_decoder(package):
     assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {12}
     positions = kept_positions(cache)
     assert [x.shape[-1] for x in positions] == [LENGTH // 2] * len(cache.self_attention_cache)
-    for told, of_decoder in zip(positions, kept_positions(cache.self_attention_cache), strict=True):
-        assert torch.equal(told, of_decoder)
+    assert all(map(torch.equal, positions, kept_positions(cache.self_attention_cache)))
 
 
 def test_layers_that_hold_nothing():
     for cache in (DynamicCache(), DynamicCache(config=build("llama").config)):
         assert all(x.shape == (1, 1, 0) for x in kept_positions(cache))
+    for ask in (kept_lengths, kept_positions, cache_nbytes):
+        with pytest.raises(UnsupportedCacheError, match="a NoneType is no cache"):
+            ask(None)
 
 
 def test_a_press_that_does_not_say_what_it_kept():

@@ -23,12 +23,7 @@ def known(cache: Any, layer_idx: int) -> PrunedLayer:
     Raises:
         UnsupportedCacheError: if presses cannot prune this kind of cache or layer.
     """
-    if not isinstance(cache, Cache) or not hasattr(cache, "layers"):
-        raise UnsupportedCacheError(
-            f"cannot prune a {type(cache).__name__}; pass a DynamicCache as past_key_values, or "
-            "nothing and let the model make one"
-        )
-    stored = cache.layers[layer_idx]
+    stored = _layers(cache)[layer_idx]
     layer = as_pruned(stored)
     if layer is None:
         raise UnsupportedCacheError(
@@ -37,6 +32,17 @@ def known(cache: Any, layer_idx: int) -> PrunedLayer:
             "QuantizedCache, StaticCache) can be pruned"
         )
     return layer
+
+
+def _layers(cache: Any) -> list[Any]:
+    """The layers of `cache`, for an encoder-decoder those of the decoder's self-attention."""
+    own = own_cache(cache)
+    if not isinstance(own, Cache) or not hasattr(own, "layers"):
+        raise UnsupportedCacheError(
+            f"a {type(cache).__name__} is no cache with layers; pass a DynamicCache, such as a "
+            "model makes where no past_key_values are passed"
+        )
+    return own.layers
 
 
 def check_prunable(cache: Any, layer_idx: int) -> None:
@@ -143,7 +149,7 @@ def kept_lengths(cache: Cache) -> list[Tensor]:
         have seen no token, and layers without keys (linear attention, or keys shared with another
         layer), give shape `(0, 0)`. For an encoder-decoder: the decoder's self-attention.
     """
-    return [_lengths(layer) for layer in own_cache(cache).layers]
+    return [_lengths(layer) for layer in _layers(cache)]
 
 
 def kept_positions(cache: Cache) -> list[Tensor]:
@@ -155,9 +161,9 @@ def kept_positions(cache: Cache) -> list[Tensor]:
         be 1 where all rows or all heads store the same. Layers without keys: `(1, 1, 0)`.
 
     Raises:
-        UnsupportedCacheError: if a press did not say which tokens it kept.
+        UnsupportedCacheError: if it is no cache, or a press did not say which tokens it kept.
     """
-    return [_positions(layer, index) for index, layer in enumerate(own_cache(cache).layers)]
+    return [_positions(layer, index) for index, layer in enumerate(_layers(cache))]
 
 
 def _has_tokens(layer: Any) -> bool:
@@ -199,7 +205,7 @@ def cache_nbytes(cache: Cache) -> int:
     storages = {
         storage.data_ptr(): storage.nbytes()
         for part in ([cache] if own is cache else [own, cache.cross_attention_cache])
-        for layer in part.layers
+        for layer in _layers(part)
         for states in _stored(layer)
         if (storage := states.untyped_storage()).nbytes()
     }
