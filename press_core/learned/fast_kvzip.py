@@ -18,7 +18,7 @@ from press_core.errors import PressError
 from press_core.eviction import Eviction
 from press_core.fields import count, share
 from press_core.forward import Forward, cache_after
-from press_core.learned.calibration import Calibration, learned, sized
+from press_core.learned.calibration import Calibration, CalibrationError, learned, sized
 from press_core.learned.running import Examples, TaughtPress, trained
 from press_core.model.sites import AttentionSite
 from press_core.press import RatioPress
@@ -139,12 +139,16 @@ def fit_gates(
         seed: seeds the initial gates and the batches of tokens.
 
     Raises:
-        CalibrationError: if there are no examples.
+        CalibrationError: if there are no examples, or scores outside of [0, 1].
     """
 
     def learn(states: Tensor, targets: Tensor) -> Gate:
         """The gate of one layer after `steps` of AdamW towards `targets`."""
-        states, targets = states.float(), targets.clamp(0, 1)
+        states, given, targets = states.float(), targets, targets.clamp(0, 1)
+        if not torch.allclose(given, targets, atol=1e-3):
+            raise CalibrationError(
+                f"scores from {given.min():.3g} to {given.max():.3g}: gates learn scores in [0, 1]"
+            )
         scale = states.square().mean().sqrt().clamp(min=1e-12)  # folded into the weights afterwards
 
         def loss_of(parameters: Sequence[Tensor], rows: Tensor) -> Tensor:

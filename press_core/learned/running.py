@@ -132,7 +132,8 @@ class Examples:
             CalibrationError: if the scores have other shapes.
         """
         self.site, layer = call.site, call.site.layer_idx
-        found, shape = [tuple(x.shape) for x in scores], tuple(call.keys.shape[:3])
+        found = [tuple(getattr(x, "shape", ())) for x in ([] if scores is None else scores)]
+        shape = tuple(call.keys.shape[:3])
         if len(found) != n_layers_of(self.site) or found[layer] != shape:
             raise CalibrationError(
                 f"scores of shapes {found} for a model of {n_layers_of(self.site)} layers: "
@@ -215,7 +216,8 @@ class TaughtPress(LearnedPress):
             The calibration, float32: pass it to the press, or save it beside the model.
 
         Raises:
-            CalibrationError: if there are no tokens, or if scores have the wrong shape.
+            CalibrationError: if there are no tokens, or if scores have the wrong shape, or values
+                that the calibration cannot have.
             TypeError: if the calibration has no such `shape` argument.
         """
         inspect.signature(cls.learn).bind(None, **shape)  # fails before the model is run

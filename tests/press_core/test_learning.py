@@ -124,6 +124,8 @@ def gate_examples(target, n=600):
 
 def test_gates_learn_what_a_gate_says():
     target = Gate(*(x.float() for x in GATES.of_layer(0)))
+    with pytest.raises(CalibrationError, match=r"scores from 2 to 2: .*\[0, 1\]"):
+        fit_gates(gate_examples(lambda states: 2 * torch.ones_like(target(states))))
     learned = gate_examples(target)
     states = learned.states[1][0][None]
     before = fit_gates(learned, RANK, N_BASE, 0, 0).of_layer(1)(states)
@@ -182,8 +184,8 @@ def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are():
 
 
 def test_scores_of_another_shape_are_refused():
-    too_short = torch.zeros(BATCH, KV_HEADS, LENGTH - 1)
-    for scores in (of_layer_1(too_short), [torch.zeros(BATCH, KV_HEADS, LENGTH)] * 2):
+    right = torch.zeros(BATCH, KV_HEADS, LENGTH)
+    for scores in (of_layer_1(right[..., 1:]), [right] * 2, [[]] * 3, None):
         with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 .*\(2, 2, 17\)"):
             Examples(1000).add(scores, a_call())
 
