@@ -113,16 +113,9 @@ def write(
         # must give equal files.
         save_file(tensors, part, {METADATA: json.dumps(about)})
         part.chmod(mode)  # safetensors makes files readable by their owner only
-        if overwrite:
-            part.replace(path)
-            return
-        try:
-            os.link(part, path)  # fails if the file exists by now
-        except FileExistsError:
-            raise
-        except OSError:  # not every filesystem has hard links
-            path.touch(exist_ok=False)
-            part.replace(path)
+        if not overwrite:
+            path.touch(exist_ok=False)  # fails if the file exists by now
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
