@@ -76,10 +76,16 @@ class Critical(Wrapper):
         output_weight(site)
 
     def weighted(self, call: AttentionCall, scores: Tensor, n_first: int | Tensor) -> Tensor:
-        """Weighted scores, infinite for the `n_first` best tokens of each head before weighting."""
+        """Weighted scores, with the `n_first` best tokens before weighting above all others.
+
+        These are finite and in their order, so that presses can average and rank them.
+        """
         first = best_first(scores, n_first)
-        weighted = (scores + self.epsilon) * projected_norms(call, leaving_out=first)
-        return weighted.masked_fill(first, float("inf"))
+        norms = projected_norms(call, leaving_out=first)
+        weighted = ((scores + self.epsilon) * norms).masked_fill(first, 0)
+        top = weighted.amax(dim=(1, 2), keepdim=True)
+        ranks = scores.argsort(dim=-1).argsort(dim=-1) / call.length
+        return torch.where(first, (1 + top) * (2 + ranks), weighted)
 
 
 @dataclass
