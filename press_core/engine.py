@@ -112,8 +112,8 @@ def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:
     """Raise if no press can prune the layer again: its heads differ in length, or in channels."""
     if layer.refusal:
         raise UnsupportedInputError(
-            f"the press of another scope left {site.name} with {layer.refusal}, which no press can "
-            "prune again; open that scope outermost, or the two one after the other"
+            f"a press left {site.name} with {layer.refusal}, which no press can prune again: act "
+            "in the prefill alone or, if another scope pruned it, open that scope outermost"
         )
 
 

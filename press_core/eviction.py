@@ -147,8 +147,8 @@ class Eviction:
         made_for = returned.call
         if made_for.site is not call.site or made_for.keys.shape != call.keys.shape:
             raise PressError(
-                f"compress returned an Eviction of {made_for.site.name} for {call.site.name}; "
-                "make one for each call"
+                f"compress returned an Eviction of {made_for.length} keys of {made_for.site.name} "
+                f"for {call.length} of {call.site.name}; make one for each call"
             )
         keys = returned.keys if returned.channels is None else call.keys[:, :, : returned.length]
         _check_states(call, (keys, returned.values))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import reduce
+from numbers import Integral
 from operator import or_
 from typing import Any, ClassVar
 
@@ -25,6 +26,9 @@ from press_core.forward import Arguments, Forward
 from press_core.model.sites import NEEDS, AttentionSite
 from press_core.tally import Tally
 from press_core.traits import Evicts, Needs, Phase
+
+_TRAITS = {"needs": Needs, "evicts": Evicts, "phases": Phase, "buffered_tokens": Integral}
+"""The types of what a press says of itself."""
 
 
 @dataclass
@@ -99,7 +103,7 @@ class Press:
             holds_this = any(inner is self for inner in part.everything())
             require(self, name, not holds_this, "no press that holds this one")
             part.validate()
-        for name, kind in (("needs", Needs), ("evicts", Evicts), ("phases", Phase)):
+        for name, kind in _TRAITS.items():
             require(self, name, isinstance(getattr(self, name), kind), f"of type {kind.__name__}")
 
     @property

@@ -155,7 +155,7 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
     model, composed = build("llama"), [Undeclared(), patch_impl.KnormPress(0.25)]
     with pytest.raises(PressError, match=r"Evicts\.PER_HEAD"):
         lengths(patch_impl.ComposedPress(composed), model)
-    with pytest.raises(PressError, match=r"layers\.0.*layers\.1"):
+    with pytest.raises(PressError, match=r"20 keys of .*layers\.0.* 20 of .*layers\.1"):
         filled(model, OfTheFirst(), token_ids(1, 20))
     some = type("Some", (package.KnormPress,), {"evicts": Evicts.NOTHING})
     with pytest.raises(PressError, match=r"Evicts\.TOKENS"):
@@ -164,7 +164,7 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
         own = type("Own", (package.H2OPress,), {method: lambda self, call, x=given: x})
         with pytest.raises(PressError, match=f"Own .*budget of {given};|Own.{method} returned"):
             lengths(own(0.5))
-    for trait in ("needs", "evicts", "phases"):
+    for trait in ("needs", "evicts", "phases", "buffered_tokens"):
         with pytest.raises(HyperparameterError, match=trait):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
 
