@@ -84,8 +84,9 @@ class Critical(Wrapper):
         norms = projected_norms(call, leaving_out=first)
         weighted = ((scores + self.epsilon) * norms).masked_fill(first, 0)
         top = weighted.amax(dim=(1, 2), keepdim=True)
-        ranks = scores.argsort(dim=-1).argsort(dim=-1) / call.length
-        return torch.where(first, (1 + top) * (2 + ranks), weighted)
+        low, high = (x(scores, dim=(1, 2), keepdim=True) for x in (torch.amin, torch.amax))
+        share = ((scores - low) / (high - low)).nan_to_num(1)  # all are equal, or infinite
+        return torch.where(first, (1 + top) * (2 + share), weighted)
 
 
 @dataclass
