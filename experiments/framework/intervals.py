@@ -1,8 +1,8 @@
 """95% intervals: the bias-corrected and accelerated (BCa) bootstrap over independent units.
 
-A unit is a round of timing, in which every condition is timed, or a context, whatever the number
-of questions about it. Both ends of an interval are NaN if there are fewer than `LEAST` units, or if
-all units are equal, because resampling them shows no variation.
+A unit is a round of timing, in which every condition is timed, a context, whatever the number of
+questions about it, or a stretch of a text. Both ends of an interval are NaN if there are fewer than
+`LEAST` units, or if all units are equal, because resampling them shows no variation.
 """
 
 from __future__ import annotations
@@ -60,11 +60,17 @@ def _interval(statistic: Callable[..., Any], *units: Any) -> tuple[float, float]
     return float(found.low), float(found.high)
 
 
+def written(number: float, form: str) -> str:
+    """A number as text; what rounds to zero from below has no minus sign."""
+    text = f"{number:{form}}"
+    return f"{0:{form}}" if text.strip("-0.%") == "" else text
+
+
 def bracketed(row: Any, name: str, form: str = ".2f", low: str = "low", high: str = "high") -> str:
     """A number of a table with its interval, if it has one: `"0.98 [0.97, 0.99]"`."""
-    return f"{row[name]:{form}}{bracket(row[low], row[high], form)}"
+    return written(row[name], form) + bracket(row[low], row[high], form)
 
 
 def bracket(low: float, high: float, form: str = ".2f") -> str:
     """An interval with a leading space, `" [0.97, 0.99]"`; empty if there is none."""
-    return "" if np.isnan(low) else f" [{low:{form}}, {high:{form}}]"
+    return "" if np.isnan(low) else f" [{written(low, form)}, {written(high, form)}]"

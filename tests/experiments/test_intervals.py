@@ -59,3 +59,4 @@ def test_a_number_without_an_interval_stands_alone():
     row = {"time": 0.976, "low": 0.961, "high": 0.989}
     assert bracketed(row, "time") == "0.98 [0.96, 0.99]"
     assert bracketed(row | {"low": float("nan")}, "time") == "0.98"
+    assert bracketed({"of": -0.04, "low": -0.3, "high": 0}, "of", "+.1f") == "+0.0 [-0.3, +0.0]"

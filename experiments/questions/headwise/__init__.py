@@ -28,7 +28,7 @@ from experiments import UserError
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
-from experiments.framework.intervals import METHOD, bracket, bracketed
+from experiments.framework.intervals import METHOD, bracket, bracketed, written
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import ratio_figure
@@ -97,10 +97,12 @@ class Headwise(Experiment[Options]):
     Do presses answer more questions if heads share a budget than if every head keeps the same
     number of tokens, and does decoding such a cache need a patch?
 
-    Each head-wise press is paired with a uniform one that has the same scores; both answer the
-    same questions about the same contexts, and are compared context by context. Decode steps are
-    timed in turn on the full cache, on a uniformly pruned one, and on a head-wise pruned one
-    that is decoded in four ways, whose logits are checked against the full cache with one mask
+    Each head-wise press is paired with a uniform one that has the same scores (DuoAttention: with
+    StreamingLLM, which keeps in all heads what its streaming heads keep); both answer the same
+    questions about the same contexts, and are compared context by context. The mean over presses
+    weighs all alike, so it depends on which are compared: one of them can make most of it. Decode
+    steps are timed in turn on the full cache, on a uniformly pruned one, and on a head-wise pruned
+    one that is decoded in four ways, whose logits are checked against the full cache with one mask
     per head. The answers are those of one small model: a larger model, whose heads differ more,
     may gain more from head-wise budgets, and times on a GPU differ.
     """
@@ -196,9 +198,8 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
 
 def measure_conditions(options: Options, progress: Progress) -> Tables:
     """The four ways to decode, on a small random model of each family."""
-    parts = []
-    for family in progress.track(options.family, description="conditions"):
-        parts.append(trials(build(family)).assign(model=family))
+    families = progress.track(options.family, description="conditions")
+    parts = [trials(build(family)).assign(model=family) for family in families]
     return {"headwise_conditions": pd.concat(parts, ignore_index=True)}
 
 
@@ -212,13 +213,13 @@ _MEASURES = {
 # ---- findings ----------------------------------------------------------------------------------
 
 
-def points(row: Any, form: str = "{:+.1f}") -> str:
+def points(row: Any, form: str = "{}") -> str:
     """A difference and its interval in percentage points."""
     difference, low, high = (100 * row[name] for name in ("difference", "low", "high"))
-    return form.format(difference) + bracket(low, high, "+.1f")
+    return form.format(written(difference, "+.1f")) + bracket(low, high, "+.1f")
 
 
-_SAID = "**{:+.1f}** points"
+_SAID = "**{}** points"
 
 _CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
 """Presses beside related work, by the name of their finding."""
@@ -231,7 +232,7 @@ def find_worth(tables: Tables) -> Iterator[Finding]:
     means = table[table["ratio"].isna()].set_index("pair").sort_values("difference")
     overall, pairs = means.loc[ALL], means.drop(index=ALL)
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    ends = [f"{100 * gain:+.1f} ({pair})" for pair, gain in pairs["difference"].items()]
+    ends = [f"{written(100 * gain, '+.1f')} ({pair})" for pair, gain in pairs["difference"].items()]
     said = {"model": model, "least": ends[0], "most": ends[-1]}
     yield _finding("worth", works, gain=points(overall, _SAID), **said)
     for name, pair in _CITED.items():
@@ -285,7 +286,8 @@ _FINDINGS = {
 def show_difference(table: pd.DataFrame) -> ResultTable:
     """A row per pair of presses, a column per share evicted."""
     evicted = table["ratio"].map("{:.0%} evicted".format).where(table["ratio"].notna(), "mean")
-    note = f"Accuracy, head-wise minus uniform, in percentage points, with {METHOD} over contexts."
+    n = table["contexts"].iloc[0]
+    note = f"Accuracy, head-wise minus uniform, in points, with {METHOD} over {n} contexts."
     cells = [points(row) for row in table.to_dict("records")]
     return wide_table(note, table.assign(evicted=evicted), ["pair"], "evicted", cells)
 
