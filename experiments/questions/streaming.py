@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from experiments import UserError
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
-from experiments.framework.intervals import METHOD, bracket, bracketed
+from experiments.framework.intervals import METHOD, bracket, bracketed, written
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
@@ -172,7 +172,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     for cache, name in _SINKS.items():
         above, low, high = lost(streaming, cache).values()
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
-        nats = f"**{above:+.3f}**{bracket(low, high, '+.3f')}"
+        nats = f"**{written(above, '+.3f')}**{bracket(low, high, '+.3f')}"
         values = {"verb": _VERBS[verdict], "nats": nats, "broken": BROKEN, **known}
         found.append(_finding(name, verdict, **values))
     return found
@@ -182,7 +182,8 @@ def find_pace(streaming: pd.DataFrame) -> Finding:
     """Whether time per token stays constant along a stream."""
     full, *bounded = (slowdown(rows_of(streaming, cache)) for cache in STREAMED)
     *least, most = dict.fromkeys(map("{:.2f}".format, sorted(bounded)))  # one, if they print alike
-    than_full = "" if np.isnan(full) else f", {full:.2f} in a full one"  # it may end too early
+    end = rows_of(streaming, FULL)["end"].max()  # it may be too early
+    than_full = "" if np.isnan(full) else f", {full:.2f} in a full one of {end:,} tokens"
     ends = {"least": f"{least[0]} to " if least else "", "most": most, "than_full": than_full}
     return _finding("pace", None, Evidence.TIME, **ends)
 
@@ -202,12 +203,12 @@ class Streaming(Experiment[Options]):
 
     A text is decoded token by token through four caches: a full one, one that keeps the last
     tokens, and two that also keep the first tokens (attention sinks), at original and at in-cache
-    positions. Losses are compared, stretch by stretch, with a window that is recomputed for its
-    queries and begins with the first token of the text. A cache breaks if the 95% interval of its
-    additional loss is above 0.1 nats per token, which is a perplexity about a tenth higher. How
-    much a window without sinks loses depends on the attention that heads pay to the first token:
-    stdlib-neox-sink was trained to pay it (see its model card), and a model without an attention
-    sink loses next to nothing.
+    positions. The full one grows, and is streamed only to four times the trained length. Losses are
+    compared, stretch by stretch, with a window that is recomputed for its queries and begins with
+    the first token of the text. A cache breaks if the 95% interval of its additional loss is above
+    0.1 nats per token, which is a perplexity about a tenth higher. How much a window without sinks
+    loses depends on the attention that heads pay to the first token: stdlib-neox-sink was trained
+    to pay it (see its model card), and a model without an attention sink loses next to nothing.
     """
 
     name = "streaming"
@@ -252,11 +253,12 @@ class Streaming(Experiment[Options]):
     def views(self, tables: Tables) -> list[ResultTable]:
         streaming, first = tables["streaming"], tables["streaming"].iloc[0]
         recomputed = evicting(rows_of(streaming, RECOMPUTED))["loss"].mean()
+        end = rows_of(streaming, FULL)["end"].max()
         note = (
-            f"{first['model']}, {streaming['end'].max():,} tokens one by one; bounded caches hold "
-            f"{first['capacity']} tokens. Nats per token above a recomputed window's "
-            f"{recomputed:.3f}, with {METHOD} over stretches; KiB held at the end; time per token "
-            "in the last quarter of the stream over that in its second quarter:"
+            f"{first['model']}, {streaming['end'].max():,} tokens one by one ({end:,} of them with "
+            f"the full cache); bounded caches hold {first['capacity']}. Nats per token above a "
+            f"recomputed window's {recomputed:.3f}, with {METHOD} over stretches; KiB held at the "
+            "end; time per token in the last quarter of the stream over that in its second quarter:"
         )
         rows = []
         for cache in STREAMED:
