@@ -160,8 +160,8 @@ class Experiment(ABC, Generic[OptionsT]):
     """One experiment of the study.
 
     The docstring of a subclass has three paragraphs and is the help of its command: what it does;
-    the `question`, one sentence; and the `method`, three to five: how it is measured, what would
-    change the answer, and what it does not show. Findings, views and figures are computed from the
+    the `question`, one sentence; and the `method`, a few: how it is measured, what would change the
+    answer, and what it does not show. Findings, views and figures are computed from the
     tables alone, which may have been read from CSV files.
 
     Attributes:

@@ -119,7 +119,9 @@ class Coexistence(scenarios.Scenarios[Options]):
     the scope. While the press is open, the logits of a prefill and of two decode steps, and the
     cache, are compared with the companion without a press and a cache pruned by hand, or, for
     SnapKV and AdaKV, with the same press installed by the other mechanism; after the scope, with
-    the companion alone. Wrong means silently wrong: no error was raised. The models are small
+    the companion alone. Wrong means silently wrong: no error was raised. The other mechanisms are
+    in their simplest form, and a permanent class patch is wrong after its scope even with nothing
+    beside it. The models are small
     and random, and other versions of the libraries may behave differently.
     """
 

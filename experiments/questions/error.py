@@ -136,7 +136,9 @@ class Error(Experiment[Options]):
     attention, and attention outputs and logits are compared. The effect of a single head's
     eviction is measured on the full cache with that head's evicted tokens masked; masking them
     in all heads has to reproduce the logits of the pruned cache, and presses for which it does
-    not are left out of the findings and the figure. The model is small and its contexts are
+    not are left out of the findings and the figure. The worst quarter of the heads is chosen for
+    each press by the errors that are then summed, so its share is above a quarter even if heads
+    differ by chance alone. The model is small and its contexts are
     facts among filler words: in deeper models more errors add up, and coherent text may spread
     them over more heads.
     """

@@ -218,8 +218,9 @@ class Intrusiveness(Experiment[Options]):
     settings) are taken before the scope, inside it, in the middle of a call, and after it. An
     entry counts as changed if it is a different object or has a different value. Each scope is
     left in five ways, among them an exception in a layer, a keyboard interrupt and a generator
-    that is closed early. Other versions of the libraries may change other entries, and state in
-    C++ that Python cannot read is not seen.
+    that is closed early. The other mechanisms are in their simplest form: that a permanent class
+    patch stays is its nature, and a careful form of the others may leave nothing. Other versions of
+    the libraries may change other entries, and state in C++ that Python cannot read is not seen.
     """
 
     name = "intrusiveness"

@@ -78,9 +78,11 @@ class Seeds(Experiment[Options]):
 
     Every experiment that draws contexts for a shipped model is run from its own seed and from two
     others, on the part of its grid that its findings are computed from. A finding holds if its
-    number from every seed is within the 95% interval from the study's seed. Only contexts are
-    redrawn: the weights are the same, so this does not show how findings vary between models,
-    which may differ more.
+    number from every seed is within the 95% interval from the study's seed. That is strict: if only
+    chance differs, a number from another seed is within it in about 83 of 100 cases, and those from
+    two seeds are in about 72. Where a finding is about the best press, that of another seed may be
+    another press. Only contexts are redrawn: the weights are the same, so this does not show how
+    findings vary between models, which may differ more.
     """
 
     name = "seeds"
