@@ -117,7 +117,7 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
     """Mean attention that each key receives from the last queries, over queries and GQA group.
 
     Args:
-        queries: `(B, H, q, d)`.
+        queries: `(B, H, q, d)`; `q` may be 0, for rows without tokens in a turn.
         factors: `(q,)`, factors for the attention of each query.
 
     Returns:
@@ -130,7 +130,7 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
         if factors is not None:
             weights = weights * factors[tile.rows].unsqueeze(-1)
         received[:, tile.heads, : weights.shape[-1]] += weights.sum(dim=(2, 3))
-    return received.div_(queries.shape[1] // received.shape[1] * queries.shape[2])
+    return received.div_(queries.shape[1] // received.shape[1] * max(1, queries.shape[2]))
 
 
 def causal_weights(

@@ -45,6 +45,7 @@ def test_mean_attention_is_the_mean_of_all_rows(window):
     torch.testing.assert_close(found, weights.mean(dim=(2, 3)))
     weighed = mean_attention(call, call.queries(window), factors)
     torch.testing.assert_close(weighed, (weights * factors.view(-1, 1)).mean(dim=(2, 3)))
+    assert not mean_attention(call, call.queries()[:, :, :0]).any(), "none, and no NaN"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
