@@ -224,13 +224,14 @@ def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, na
         model(ids, past_key_values=cache)
 
 
-@pytest.mark.parametrize(("length", "kept"), [(1, {0}), (4, {0, 1, 2}), (12, {*range(6)})])
-def test_a_template_is_kept_before_all_else(package, length, kept):
-    """Also where a context ends within it, and its last token alone is repeated."""
-    prompts = replace(PROMPTS, n_prefix=6)
-    press = package.KVzipPress(0.5, layerwise=True, n_sink=0, prompts=prompts)
-    ((heads,),) = held(filled(build("llama", num_layers=1), press, token_ids(1, length)))
-    assert {token for head in heads for token in head} == kept
+@pytest.mark.parametrize(("name", "n_prefix"), [("KVzipPress", 6), ("KVgradPress", 0)])
+@pytest.mark.parametrize(("length", "n"), [(1, 1), (4, 2), (8, 4), (12, 6)])
+def test_a_template_and_sinks_are_kept_before_all_else(package, name, n_prefix, length, n):
+    """In all heads alike; where a context ends within the template, its last token is repeated."""
+    of_layer, prompts = n_prefix > 0, replace(PROMPTS, n_prefix=n_prefix)
+    press = getattr(package, name)(0.5, of_layer, n_sink=6 - n_prefix, prompts=prompts)
+    cache = filled(build("llama", num_layers=2), press, token_ids(1, length))
+    assert all(head == [*range(n)] for ((*heads,),) in held(cache) for head in heads)
 
 
 @pytest.mark.parametrize("name", ["KVzipPress", "KVComposePress"])

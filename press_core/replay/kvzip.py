@@ -101,7 +101,8 @@ class KVzip(ReplayPress):
         compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the
             `Tokens` that a head keeps on average.
         layerwise: share a budget over the heads of each layer, instead of the whole model.
-        n_sink: number of first tokens (attention sinks), always kept.
+        n_sink: number of first tokens (attention sinks), always kept; with a smaller budget, the
+            first of them in all heads.
         kvzip_plus_normalization: multiply attention by the norm of the projected value, and divide
             it by the norm of the query's hidden state (KVzip+).
         chunk_size: number of context tokens to repeat in one forward.
@@ -200,11 +201,12 @@ class KVzip(ReplayPress):
                 every head keeps at least one token of the context.
         """
         best, length = best_first(scores, 1), scores.shape[-1]
-        raised = scores.clone()
-        raised[..., : self.n_sink] = float("inf")
-        shared = raised.flatten(1) if self.layerwise else raised.flatten()[None]
-        n = n_together([length] * (shared.shape[-1] // length), self.amount, n_joining)
-        chosen = best_first(shared[None], n)[0].view(scores.shape)
+        heads = scores if self.layerwise else scores.flatten(0, 1)[None]
+        # Token by token: with a budget below the sinks, all heads keep the first ones.
+        shared = heads.mT.clone(memory_format=torch.contiguous_format)
+        shared[:, : self.n_sink] = float("inf")
+        n = n_together([length] * shared.shape[-1], self.amount, n_joining)
+        chosen = best_first(shared.flatten(1)[None], n).view(shared.shape).mT.reshape(scores.shape)
         return chosen if n_joining else chosen | (best & ~chosen.any(dim=-1, keepdim=True))
 
 
@@ -245,7 +247,8 @@ class KVgrad(KVzip):
         compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the
             `Tokens` that a head keeps on average.
         layerwise: share a budget over the heads of each layer, instead of the whole model.
-        n_sink: number of first tokens (attention sinks), always kept.
+        n_sink: number of first tokens (attention sinks), always kept; with a smaller budget, the
+            first of them in all heads.
         chunk_size: number of context tokens to repeat in one forward.
         prompts: the prompts that ask the model to repeat, as token ids. None: made with the
             tokenizer beside the model.
