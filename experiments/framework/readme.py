@@ -42,11 +42,11 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
 
 
 def _answer(part: Part, folder: str) -> str:
-    """A question with its findings, the first figure, and a link to the report."""
+    """A question, which links to the report, with its findings and the first figure."""
     shown = [f"![{shows}]({folder}/{name}.svg)" for name, shows in part.entry.figures.items()]
     findings = "\n".join(_item(finding) for finding in part.findings)
-    more = f"[Method, tables and figures]({folder}/report.html#{part.experiment.name})"
-    return "\n\n".join([f"## {part.experiment.title}", findings, *shown[:1], more])
+    title = f"## [{part.experiment.title}]({folder}/report.html#{part.experiment.name})"
+    return "\n\n".join([title, findings, *shown[:1]])
 
 
 def _tables(part: Part) -> str:

@@ -27,7 +27,8 @@ def test_blocks_are_filled_once(finished):
     assert set(contents) == {"answers", "one", "one-mean", "two", "two-mean"}
     assert contents["one"].endswith("Nothing else.")
     answers, filled = contents["answers"], fill(README, contents)
-    assert answers.startswith(f"## {ONE.title}\n\n- The mean of one is **1.867**.\n")
+    assert answers.startswith(f"## [{ONE.title}](")
+    assert "\n\n- The mean of one is **1.867**.\n" in answers
     assert f"](../{finished.name}/one.svg)" in answers
     assert f"](../{finished.name}/report.html#two)" in answers
     assert filled == (
