@@ -18,7 +18,7 @@ from press_core.cache.memory import Key, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.errors import ScopeError
 from press_core.forward import Forward
-from press_core.model.decoder import decoder_of
+from press_core.model.decoder import decoder_of, uncompiled
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.on_layers import OnLayers, Removable, removed
 from press_core.press import Press
@@ -217,7 +217,7 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     Raises:
         PressError: if the press does not fit the model.
     """
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = uncompiled(model)
     press.validate()
     press.post_init_from_model(model)
     sites, bystanders = verified(model)

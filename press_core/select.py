@@ -27,9 +27,14 @@ def protect(scores: Tensor, protected: Tensor) -> Tensor:
     """
     length = scores.shape[-1]
     recency = torch.arange(1, length + 1, device=scores.device, dtype=scores.dtype) / length
+    return raised(scores, protected, recency)
+
+
+def raised(scores: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
+    """Scores `(B, H_kv, S)`, those of `chosen` tokens above all others, by `order`, above 0."""
     top = scores.amax(dim=(1, 2), keepdim=True)
-    # Relative to the largest score, so that rounding keeps the order of protected tokens.
-    return torch.where(protected, top + (1 + top.abs()) * recency, scores)
+    # Relative to the largest score, so that rounding keeps the order of chosen tokens.
+    return torch.where(chosen, top + (1 + top.abs()) * order, scores)
 
 
 def with_ends(scores: Tensor, first: int = 0, last: int = 0) -> Tensor:

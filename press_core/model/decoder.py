@@ -28,6 +28,11 @@ def decoder_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return model
 
 
+def uncompiled(model: Any) -> Any:
+    """The model that `torch.compile` was given, whose modules have the names that presses know."""
+    return getattr(model, "_orig_mod", model)
+
+
 def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
     """The last decoder layer, whose output goes into the final norm.
 

@@ -22,7 +22,7 @@ from press_core.model.sites import AttentionSite, output_weight
 from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
 from press_core.presses.positions import layer_generator, seed_field
 from press_core.scoring import Around, BudgetPress, TokenScorer, Wrapper
-from press_core.select import best_first, gather_tokens, trailing, true_indices, upcast
+from press_core.select import best_first, gather_tokens, raised, trailing, true_indices, upcast
 from press_core.tiles import Scratch, rows_at_once
 from press_core.traits import Evicts, Phase
 
@@ -82,11 +82,10 @@ class Critical(Wrapper):
         """
         first = best_first(scores, n_first)
         norms = projected_norms(call, leaving_out=first)
-        weighted = ((scores + self.epsilon) * norms).masked_fill(first, 0)
-        top = weighted.amax(dim=(1, 2), keepdim=True)
-        low, high = (x(scores, dim=(1, 2), keepdim=True) for x in (torch.amin, torch.amax))
-        share = ((scores - low) / (high - low)).nan_to_num(1)  # all are equal, or infinite
-        return torch.where(first, (1 + top) * (2 + share), weighted)
+        weighted = ((scores + self.epsilon) * norms).masked_fill(first, 0)  # infinite ones, too
+        lowest = scores.amin(dim=(1, 2), keepdim=True)
+        share = (scores - lowest) / (scores.amax(dim=(1, 2), keepdim=True) - lowest)
+        return raised(weighted, first, 1 + share.nan_to_num(1))  # all are equal, or infinite
 
 
 @dataclass

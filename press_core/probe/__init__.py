@@ -28,7 +28,7 @@ from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, current, own_cache
-from press_core.model.decoder import decoder_of
+from press_core.model.decoder import decoder_of, uncompiled
 from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Bystander, Place
@@ -62,7 +62,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     """The same, and the unpruned attention modules that need help when the others are pruned."""
     if not isinstance(model, nn.Module):  # a pipeline holds one
         raise UnsupportedModelError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)  # of a compiled one, whose modules are those of both
+    model = uncompiled(model)
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with watching.one_at_a_time:
         if key not in known:
