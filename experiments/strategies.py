@@ -211,8 +211,7 @@ def _each(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[An
 
 
 FIELDS: dict[str, SearchStrategy[Any]] = {
-    **_each("compression_ratio target_compression_ratio", ratios()),
-    **_each("key_channel_compression_ratio", ratios()),
+    **_each("compression_ratio target_compression_ratio key_channel_compression_ratio", ratios()),
     **_each("head_compression_ratio lazy_threshold", st.floats(0, 1)),
     **_each("compression_ratios", st.lists(ratios(), min_size=1, max_size=4)),
     **_each("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),

@@ -179,7 +179,7 @@ class Options:
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Use the grids of the committed results, which take about 45 minutes."
+            "--full", help="Use the grids of the committed results, which take about 80 minutes."
         ),
     ] = False
     overwrite: Annotated[

@@ -107,10 +107,9 @@ def progress_bar(disable: bool = False) -> Progress:
 
 
 def show(experiment: AnyExperiment, tables: Tables, console: Console) -> None:
-    """Print views, remarks and findings."""
+    """Print views and findings."""
     for view in experiment.views(tables):
         console.print(Markdown(view.note))
         if view.rows:
             console.print(view.rich())
-    paragraphs = [*experiment.remarks(tables), *(f.text for f in experiment.findings(tables))]
-    console.print(Markdown("\n\n".join(paragraphs)))
+    console.print(Markdown("\n\n".join(found.text for found in experiment.findings(tables))))

@@ -232,11 +232,7 @@ class Experiment(ABC, Generic[OptionsT]):
         """The findings; the first one answers the question."""
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        """Tables for readers."""
-        return []
-
-    def remarks(self, tables: Tables) -> list[str]:
-        """Further notes for readers, in Markdown: a paragraph or a list each."""
+        """Tables and notes for readers."""
         return []
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
@@ -255,10 +251,10 @@ class Experiment(ABC, Generic[OptionsT]):
         return True
 
     def markdown(self, tables: Tables) -> str:
-        """Findings, views and remarks as Markdown."""
+        """Findings and views as Markdown."""
         findings = " ".join(finding.text for finding in self.findings(tables))
         views = [view.markdown() for view in self.views(tables)]
-        return "\n\n".join(filter(None, [findings, *views, *self.remarks(tables)])) + "\n"
+        return "\n\n".join([findings, *views]) + "\n"
 
 
 AnyExperiment = Experiment[Any]

@@ -21,6 +21,10 @@ LEAST = 6
 METHOD = "95% bootstrap intervals"
 """Name of the intervals in tables and figures, which then name the units."""
 
+UNITS = "units"
+"""Column of tables with the value of each unit, as a text from which anybody can compute intervals;
+where a row has several intervals, the end of its name."""
+
 NONE = float("nan"), float("nan")
 
 _RESAMPLES = 5_000

@@ -50,9 +50,8 @@ def _answer(part: Part, folder: str) -> str:
 
 
 def _tables(part: Part) -> str:
-    """The tables of an experiment for readers, and its remarks."""
-    views = [view.markdown() for view in part.experiment.views(part.tables)]
-    return "\n\n".join([*views, *part.experiment.remarks(part.tables)])
+    """The tables of an experiment for readers."""
+    return "\n\n".join(view.markdown() for view in part.experiment.views(part.tables))
 
 
 def _item(finding: Finding) -> str:

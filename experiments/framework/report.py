@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from experiments import QUESTION, data_of, load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Finding
+from experiments.framework.intervals import UNITS
 from experiments.framework.manifest import read_manifest, write_at_once, write_manifest
 from experiments.framework.plots import overview, svg
 from experiments.framework.quotable import quotable
@@ -118,6 +119,7 @@ def write_report(folder: Path, experiments: Sequence[AnyExperiment]) -> None:
         markdown=_to_html,
         inline=lambda markdown: Markup(_MARKDOWN.renderInline(markdown)),
         cell=_cell,
+        head=lambda table: table.loc[:, ~table.columns.str.endswith(UNITS)].head(MAX_ROWS),
         duration=about_seconds,
         svg=lambda figure, name: Markup(svg(figure, salt=name)),
     )

@@ -13,7 +13,7 @@ import typer
 from rich.progress import Progress
 
 from experiments import UserError
-from experiments.framework.intervals import mean_interval, median_interval
+from experiments.framework.intervals import UNITS, mean_interval, median_interval
 from experiments.framework.options import checked_positive_share, several
 from experiments.framework.plots import is_own
 
@@ -68,19 +68,26 @@ Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def mean_of(name: str, values: Any) -> dict[str, float]:
-    """A mean over independent units as `name`, and its interval as `low` and `high`."""
-    low, high = mean_interval(values)
-    return {name: float(pd.Series(values).mean()), "low": low, "high": high}
+def mean_of(name: str, values: Any) -> dict[str, Any]:
+    """A mean over units as `name`, its interval as `low` and `high`, and `UNITS`."""
+    return _row(name, "", values, pd.Series(values).mean(), mean_interval(values))
 
 
-def median_of(name: str, values: Any, of: str = "") -> dict[str, float]:
-    """A median over rounds as `name`, and its interval as `low` and `high`, prefixed with `of`."""
-    low, high = median_interval(values)
-    return {name: float(np.median(values)), f"{of}low": low, f"{of}high": high}
+def median_of(name: str, values: Any, of: str = "") -> dict[str, Any]:
+    """The same of a median over rounds; the other names are prefixed with `of`."""
+    return _row(name, of, values, np.median(values), median_interval(values))
+
+
+def _row(name: str, of: str, values: Any, number: Any, ends: tuple[float, float]) -> dict[str, Any]:
+    units = " ".join(map("{:.6g}".format, values))
+    return {name: float(number), f"{of}low": ends[0], f"{of}high": ends[1], f"{of}{UNITS}": units}
 
 
 # ---- other environments --------------------------------------------------------------------------
+
+_ROOT = Path(__file__).parents[2]
+OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
+"""The interpreter for which `make test` installs the oldest supported transformers, and kvpress."""
 
 
 def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = "") -> str:
@@ -94,7 +101,7 @@ def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = 
     Raises:
         UserError: if it fails.
     """
-    how: dict[str, Any] = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    how: dict[str, Any] = {"cwd": _ROOT, "capture_output": True, "text": True}
     done = subprocess.run([python, "-m", *arguments], input=given, check=False, **how)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]

@@ -32,15 +32,15 @@ class ResultTable(NamedTuple):
     """A table for readers.
 
     Attributes:
-        note: what it shows, in a sentence of Markdown.
+        note: what it shows, in Markdown.
         head: names of its columns.
         rows: cells, shown as text; without rows only the note is shown.
         left: number of leading columns that are text, aligned on the left; None: all.
     """
 
     note: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[object]]
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[object]] = ()
     left: int | None = 1
 
     def markdown(self) -> str:

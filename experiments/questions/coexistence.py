@@ -205,19 +205,16 @@ class Coexistence(scenarios.Scenarios[Options]):
         return found
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [self.matrix(tables).table("The worst outcome of the three phases.")]
-
-    def remarks(self, tables: Tables) -> list[str]:
-        """Mechanisms that are wrong without any companion, and every failure of ours."""
+        """The outcomes; mechanisms that are wrong without any companion, and failures of ours."""
         table = tables["coexistence"]
         by_itself = (table["companion"] == NOTHING) & (table["outcome"] == WRONG)
         ours = table["mechanism"].isin(MINE) & (table["outcome"] != RIGHT)
-        noted = table[by_itself | ours]
         lines = [
             f"- {row.mechanism}, {row.companion}, {row.phase} the scope: {row.detail}"
-            for row in noted.itertuples()
+            for row in table[by_itself | ours].itertuples()
         ]
-        return ["\n".join(lines)] if lines else []
+        outcomes = self.matrix(tables).table("The worst outcome of the three phases.")
+        return [outcomes, ResultTable("\n".join(lines))]
 
 
 EXPERIMENT = Coexistence()

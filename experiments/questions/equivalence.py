@@ -199,6 +199,7 @@ class Equivalence(Experiment[Options]):
         return [found]
 
     def views(self, tables: Tables) -> list[ResultTable]:
+        """Equal combinations by press, presses that both mechanisms refuse, first differences."""
         cells = tables["equivalence"]
         both = pd.concat([cells, cells.assign(dtype="all")])
         sums = both.groupby(["press", "dtype"], sort=False)[["compared", "differ"]].sum()
@@ -207,11 +208,6 @@ class Equivalence(Experiment[Options]):
             "Combinations with equal bits, of those compared, over "
             f"{int(cells['tokens'].sum()):,} tokens with each mechanism."
         )
-        return [wide_table(note, sums.reset_index(), ["press"], "dtype", shown)]
-
-    def remarks(self, tables: Tables) -> list[str]:
-        """Presses that both mechanisms refuse, and the first differences."""
-        cells = tables["equivalence"]
         refused = cells[cells["compared"] == 0].drop_duplicates(["press", "family"])
         notes = [
             f"- Both refuse {cell.press} on {cell.family}: {cell.refusal}"
@@ -220,7 +216,8 @@ class Equivalence(Experiment[Options]):
         for cell in cells[cells["differ"] > 0].head(5).itertuples():
             place = f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}"
             notes.append(f"- {place}, {cell.difference} ({cell.differ} of {cell.compared} cells)")
-        return ["\n".join(notes)] if notes else []
+        table = wide_table(note, sums.reset_index(), ["press"], "dtype", shown)
+        return [table, ResultTable("\n".join(notes))]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """A square per press and model, with the worst outcome of its cells."""

@@ -12,6 +12,7 @@ KnormPress, so the cost of attention over heads of different lengths is not incl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +39,15 @@ from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.loading import short_name
 from experiments.testbed import timed_models
 from experiments.testbed.recipes import press_name
-from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way
+from experiments.testbed.timed_models import (
+    EAGER,
+    FULL,
+    INSTALLED,
+    Condition,
+    ModelSpec,
+    Opens,
+    Way,
+)
 from experiments.testbed.with_kvpress import NAME, joined_by_kvpress, presses_of_kvpress
 
 RATIO = 0.5
@@ -50,7 +59,7 @@ _COUNTING = "DecodingPress"
 _SETTLING = 3
 """Warm-up steps in a scope before timing; the first steps after opening are slower."""
 
-_REPEATS = {"eager": 4, "compiled": 20}
+_REPEATS = {"eager": 4, "installed": 4, "compiled": 20}
 """Timed steps in a row, of which the fastest counts."""
 
 _COMPILATIONS = 6
@@ -92,10 +101,13 @@ class Options:
     @property
     def timed(self) -> list[tuple[str, Way, int]]:
         """Which model is timed in which way, in how many rounds: the first one in all ways."""
-        first, *others = [spec.name for spec in self.specs]
-        rounds = {"eager": self.rounds, "compiled": min(self.rounds, _COMPILATIONS)}
-        in_ways = [(first, way, rounds[way.run]) for way in timed_models.ways(self)]
-        return in_ways + [(name, EAGER, self.rounds) for name in others]
+        names, most = [spec.name for spec in self.specs], {"compiled": _COMPILATIONS}
+        others = {names[0]: timed_models.ways(self)[1:]}
+        return [
+            (name, way, min(self.rounds, most.get(way.run, self.rounds)))
+            for name in names
+            for way in (EAGER, INSTALLED, *others.get(name, ()))
+        ]
 
 
 # ---- taking times ------------------------------------------------------------------------------
@@ -145,13 +157,21 @@ def between_intervals(condition: Condition, model: PreTrainedModel, **settings: 
     return partial(replace(opens.func, compression_interval=1 << 20), model)
 
 
+@contextmanager
+def left_installed(opens: Opens) -> Iterator[None]:
+    """Open a scope whose hooks or patches stay on the layers in steps that do not need them."""
+    with opens() as scope:
+        if state := getattr(scope, "state", None):  # else no press, or kvpress's, which stays
+            state.on_layers.stay = True
+        yield
+
+
 def compare(times: Mapping[Condition, Array], **labels: str) -> Iterator[dict[str, Any]]:
     """Every press against the bare model, and other mechanisms against hooks.
 
     Yields:
         A row with the `labels`, `press`, `mechanism` and `baseline`; `ratio`, the median over
-        rounds, and its interval, `low` and `high`; the median milliseconds, `ms` and `baseline_ms`,
-        for orientation; and `rounds`.
+        rounds, its interval, `low` and `high`, and its `units`.
     """
     for condition, seconds in times.items():
         for baseline in (FULL, condition._replace(mechanism="hook")):
@@ -160,9 +180,6 @@ def compare(times: Mapping[Condition, Array], **labels: str) -> Iterator[dict[st
                     {**labels, "press": condition.press, "mechanism": condition.mechanism}
                     | {"baseline": baseline.mechanism}
                     | shared.median_of("ratio", seconds / times[baseline])
-                    | {"ms": 1e3 * float(np.median(seconds))}
-                    | {"baseline_ms": 1e3 * float(np.median(times[baseline]))}
-                    | {"rounds": len(seconds)}
                 )
 
 
@@ -171,7 +188,8 @@ def rows_of(
     of_kvpress: Mapping[str, type[Any]] | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all models, see `compare`; of the first model and the last press in all `WAYS`.
+    """Rows of all models, see `compare`; of the last press also `INSTALLED`, and of the first model
+    in all `WAYS`.
 
     Args:
         of_kvpress: the presses of kvpress, which are then timed instead of patches.
@@ -192,6 +210,8 @@ def rows_of(
     for name, way, rounds in options.timed:
         steps = Steps(models[name], options.context, way)
         few = scopes[name] if way == EAGER else {one: scopes[name][one] for one in last}
+        if way == INSTALLED:
+            few = {one: partial(left_installed, opens) for one, opens in few.items()}
         times = times_in_turn(few, steps, rounds=rounds, advance=advance)
         yield from compare(times, model=name, **way._asdict())
 
@@ -207,6 +227,11 @@ def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
 _NO_SLOWER = 1.05
 """A need is met if the interval of the ratio ends below this."""
 
+_STEPS: dict[Any, str] = {
+    "eager": "eager step with an open scope",
+    "installed": "eager step, hooks or patches on every layer",
+    "compiled": "compiled step with an open scope",
+}
 _FINDINGS: dict[str, list[str]] = data_of(__file__)
 """By name: the query for rows, of which the slowest is reported, the sentence and the need."""
 
@@ -221,9 +246,10 @@ class Overhead(Experiment[Options]):
     the median ratio is given with a 95% bootstrap interval over rounds, and counts as no slower
     if that ends below 1.05. A time is the fastest of four steps (compiled, of twenty), after
     three in which hooks and patches leave the layers of an eager model, where the press has nothing
-    to do: only those on the decoder are timed, and what others cost on every layer is not shown.
-    kvpress, whose hooks stay on every layer, is timed in a separate interpreter with an older
-    transformers, in turn with the bare model and hooks there. The models are narrow so that the
+    to do: only those on the decoder are timed. What they cost on every layer is timed with the last
+    press, which is made to leave them there (`installed`). kvpress, whose hooks always stay, is
+    timed in a separate interpreter with an older transformers, in turn with the bare model and
+    hooks there. The models are narrow so that the
     cost of a mechanism is visible; on a wider model or a GPU the same microseconds are a smaller
     share. All conditions decode from the same pruned cache, so these times do not show what
     attention over a pruned cache saves. Only the first model is compiled and reads static caches,
@@ -287,8 +313,8 @@ class Overhead(Experiment[Options]):
             of_models: Any = rows.groupby(["model", "cache"], sort=False)
             panels = {f"{model}: {cache} cache": each for (model, cache), each in of_models}
             label = (
-                f"Time of one {run} decode step with an open scope over that of the bare model: "
-                f"medians with {METHOD} over rounds"
+                f"Time of one {_STEPS[run]}, over that of the bare model: medians with {METHOD} "
+                "over rounds"
             )
             name = self.name if run == "eager" else f"{self.name}_{run}"
             found[name] = ratio_figure(panels, label, "time / time of the bare model")
@@ -299,7 +325,7 @@ class Overhead(Experiment[Options]):
         acting = tables["overhead"].query(f"press != '{_COUNTING}' and baseline == 'bare'")
         for how, rows in acting.groupby("run", sort=False):
             slowest: Any = rows.groupby("mechanism", sort=False)["ratio"].max().rename(named)
-            found.append(Contrast(f"Slowest {how} step over the bare model's", slowest.to_dict()))
+            found.append(Contrast(f"Slowest {_STEPS[how]}, of the bare model's", slowest.to_dict()))
         return found
 
 

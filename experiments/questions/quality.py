@@ -41,14 +41,11 @@ from experiments.testbed.facts import (
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
-LEFT_OUT: dict[str, list[str]] = data_of(__file__)["left_out"]
 _finding = sentences(__file__)
+LEFT_OUT: dict[str, list[str]] = data_of(__file__)["left_out"]
 """Presses that the experiment does not compare, by the reason."""
 
 NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in names}
-
-NEEDS_QUESTION = ("FinchPress",)
-"""Presses that score tokens by the question, so they cannot compress without it."""
 
 _PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
 
@@ -117,7 +114,7 @@ def measure(
     agreement: list[dict[str, Any]] = []
     work = list(product([(NO_PRESS, 0.0), *product(presses, ratios)], _PROTOCOLS))
     for (press, ratio), question in progress.track(work, description="quality"):
-        if question == UNSEEN and press in NEEDS_QUESTION:
+        if question == UNSEEN and press == "FinchPress":  # it scores tokens by the question
             continue
         made: dict[str, Any] = {"bare": None}
         if press != NO_PRESS:
@@ -173,9 +170,9 @@ class Quality(Experiment[Options]):
     alone and every question is answered from a copy of the pruned cache (unseen). Both mechanisms
     answer about the same contexts, and their answers are compared one by one. The finding is at the
     highest share evicted at which the best press still gives 80% right answers. Presses have the
-    defaults of their fields where these suit hundreds of tokens: where fewer tokens are kept than a
-    window of recent tokens that is always kept (64 of SnapKV, and so of presses around it), nothing
-    else is left. What presses learn about the model, they learned from other contexts of this very
+    defaults of their fields where these suit hundreds of tokens; a window of recent tokens that is
+    always kept (64 of SnapKV, and so of presses around it) is at most half of what is kept. What
+    presses learn about the model, they learned from other contexts of this very
     task, which favours them. The ranking of presses is that of one small model on one task in which
     a fact is two tokens; it need not carry over to larger models, which spread information over
     more tokens.
@@ -236,13 +233,9 @@ class Quality(Experiment[Options]):
         rows = compared(quality)
         cells = [bracketed(row, "accuracy", ".0%") for row in rows.to_dict("records")]
         rows["column"] = rows["question"] + rows["ratio"].map(", {:.0%} evicted".format)
-        return [wide_table(note, rows, ["press"], "column", cells)]
-
-    def remarks(self, tables: Tables) -> list[str]:
-        reasons = (
-            f"{', '.join(map(press_label, names))} ({reason})" for reason, names in LEFT_OUT.items()
-        )
-        return [f"Finch needs to see the question. Not compared: {'; '.join(reasons)}."]
+        reasons = (f"{', '.join(map(press_label, n))} ({reason})" for reason, n in LEFT_OUT.items())
+        missing = f"Finch needs to see the question. Not compared: {'; '.join(reasons)}."
+        return [wide_table(note, rows, ["press"], "column", cells), ResultTable(missing)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """Accuracy by press and compression ratio, a panel per kind of question."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -132,7 +132,7 @@ def evicting(streaming: pd.DataFrame) -> pd.DataFrame:
     return streaming[streaming["first"] > streaming["capacity"]]
 
 
-def lost(streaming: pd.DataFrame, cache: streams.Bound) -> dict[str, float]:
+def lost(streaming: pd.DataFrame, cache: streams.Bound) -> dict[str, Any]:
     """`above`, the nats per token above a recomputed window, as a mean over the stretches after the
     first eviction, and its interval (`low`, `high`)."""
     return shared.mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
@@ -170,7 +170,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     known = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, name in _SINKS.items():
-        above, low, high = lost(streaming, cache).values()
+        above, low, high, _ = lost(streaming, cache).values()
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{written(above, '+.3f')}**{bracket(low, high, '+.3f')}"
         values = {"verb": _VERBS[verdict], "nats": nats, "broken": BROKEN, **known}

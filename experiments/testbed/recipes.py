@@ -8,7 +8,8 @@ presses = suited_pair("AdaKVPress", 0.5, 512, model)          # fitted only if n
 ```
 
 With a length, fields keep their defaults, except those whose defaults are too large for contexts of
-hundreds of tokens. Without one, windows and chunks are small enough for a few dozen tokens.
+hundreds of tokens; a window of recent tokens is at most half of what is kept. Without one, windows
+and chunks are small enough for a few dozen tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ PROMPTS = RepeatPrompts(first=(3, 4, 5), following=(6, 7), suffix=(8,))
 
 SHORT = 48
 """Tokens of a context if no length is given."""
+
+_WINDOWS = ("window_size", "lag_size")
+"""Fields with the number of recent tokens that a press always keeps."""
 
 
 def press_name(given: str) -> str:
@@ -121,6 +125,9 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
     made = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
     made |= _amount(name, ratio, length or SHORT, made)
+    for window in _WINDOWS if length and not is_own(name) else ():
+        if usual := getattr(presses[name], window, None):
+            made[window] = min(usual, max(1, n_kept(length or SHORT, ratio) // 2))
     parts, of_parts = made.pop("parts", {}), made.pop("ratio_of_parts", ratio)
     made |= {field: recipe(presses, part, of_parts, length) for field, part in parts.items()}
     if name == "ComposedPress":

@@ -82,7 +82,10 @@ def random_context(model: PreTrainedModel, batch: int, context: int) -> Tensor:
 
 
 class Way(NamedTuple):
-    """A way to run a model: which kind of cache it fills, and whether it is compiled."""
+    """A way to run a model: which kind of cache it fills, and whether it is compiled.
+
+    `run` is "installed" for an eager model with what a press installs left on every layer.
+    """
 
     cache: str = "dynamic"
     run: str = "eager"
@@ -96,7 +99,7 @@ class Way(NamedTuple):
     @contextmanager
     def running(self, model: PreTrainedModel) -> Iterator[Any]:
         """What to call instead of the model; compiled anew, in the scopes that are open."""
-        if self.run == "eager":
+        if self.run in ("eager", "installed"):
             yield model
             return
         how: dict[str, Any] = {"mode": "reduce-overhead"} if self == GRAPHS else {"dynamic": True}
@@ -110,6 +113,7 @@ class Way(NamedTuple):
 EAGER = Way()
 WAYS = (EAGER, Way("static"), Way(run="compiled"), Way("static", "compiled"))
 GRAPHS = Way("static", "CUDA graphs")
+INSTALLED = Way(run="installed")
 
 
 def ways(options: Any, graphs: bool = False) -> tuple[Way, ...]:

@@ -26,21 +26,17 @@ import pandas as pd
 from rich.progress import Progress
 
 from experiments.framework.plots import is_own
-from experiments.framework.shared import printed_by
+from experiments.framework.shared import OLDEST, printed_by
 from experiments.testbed.recipes import press_name
 
 NAME = "kvpress"
 
-_ENVIRONMENT = Path(__file__).parents[2] / ".venv-oldest"
-"""Where `make test-oracle` installs kvpress."""
-
 
 def python_with_kvpress() -> Path | None:
-    """The interpreter with kvpress, this one or that of `_ENVIRONMENT`; None if neither has it."""
+    """The interpreter with kvpress, this one or `OLDEST`; None if neither has it."""
     if find_spec(NAME) is not None:
         return Path(sys.executable)
-    python = _ENVIRONMENT / "bin" / "python"
-    return python if any(_ENVIRONMENT.glob(f"lib/*/site-packages/{NAME}")) else None
+    return OLDEST if any(OLDEST.parents[1].glob(f"lib/*/site-packages/{NAME}")) else None
 
 
 output_of = partial(printed_by, otherwise="; try --no-kvpress")

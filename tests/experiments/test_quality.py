@@ -137,6 +137,7 @@ def test_accuracy_counts_right_answers_and_contexts_are_its_units(monkeypatch, m
     table = measured(model, task=replace(SMALL, samples=10))["quality"]
     row = table.set_index("question").loc["unseen"]
     assert row["accuracy"] == 0.5
+    assert row["units"] == "0 1 0 1 0 1 0 1 0 1"
     assert row["low"] < 0.3
     assert row["high"] > 0.7
 

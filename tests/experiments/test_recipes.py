@@ -52,6 +52,7 @@ def test_defaults_stay_where_contexts_are_long_enough():
     snap = hooks_impl.SnapKVPress(0.5)
     assert recipe_pair("SnapKVPress", 0.5, LENGTH).hook == snap
     assert recipe_pair("AdaKVPress", 0.5, LENGTH).hook == hooks_impl.AdaKVPress(snap)
+    assert recipe_pair("SnapKVPress", 0.9, LENGTH).patch.window_size == 25  # half of 51
 
 
 @pytest.mark.parametrize(

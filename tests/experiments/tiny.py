@@ -49,10 +49,8 @@ class Tiny(Experiment[Options]):
         return [Finding("mean", text, f"know {self.name}", "works")]
 
     def views(self, tables):
-        return [ResultTable("The last.", ["x"], [[tables[self.name]["x"].iloc[-1]]], left=0)]
-
-    def remarks(self, tables):
-        return ["Nothing else."]
+        last = tables[self.name]["x"].iloc[-1]
+        return [ResultTable("The last.", ["x"], [[last]], left=0), ResultTable("Nothing else.")]
 
     def figures(self, tables):
         return {self.name: line_figure(tables)}

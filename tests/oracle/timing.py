@@ -26,7 +26,8 @@ import pandas as pd
 import torch
 
 import hooks_impl
-from experiments.framework.intervals import LEAST, median_interval
+from experiments.framework.intervals import LEAST
+from experiments.framework.shared import median_of
 from tests.oracle import handed
 from tests.oracle.cases import press_of
 from tests.oracle.differences import NOT_IN_KVPRESS
@@ -105,6 +106,7 @@ class Row:
 
     Attributes:
         low, high: the interval of the ratio.
+        units: the ratio of each round.
     """
 
     press: str
@@ -116,6 +118,7 @@ class Row:
     ratio: float
     low: float
     high: float
+    units: str
 
 
 class Comparison:
@@ -146,10 +149,9 @@ class Comparison:
             times = {whose: self.milliseconds(whose, decoded) for whose in turns}
             if number >= 0:  # the first warms up
                 rounds.append([times[whose] for whose in sides])
-        ratios = [ours / theirs for ours, theirs in rounds]
+        ratios = median_of("ratio", [ours / theirs for ours, theirs in rounds])
         times_of_sides = map(statistics.median, zip(*rounds, strict=True))
-        what = self.name, LENGTH, decoded, len(rounds)
-        return Row(*what, *times_of_sides, statistics.median(ratios), *median_interval(ratios))
+        return Row(self.name, LENGTH, decoded, len(rounds), *times_of_sides, **ratios)
 
 
 def _compare(name):

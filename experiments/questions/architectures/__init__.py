@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from experiments.framework.experiment import Evidence, Experiment, Finding, Tabl
 from experiments.framework.frames import heat_maps
 from experiments.framework.options import checking, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
+from experiments.framework.shared import OLDEST, printed_by
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 from experiments.questions.architectures.cells import SUBJECTS
@@ -101,21 +101,18 @@ class Architectures(Experiment[Options]):
             progress=lambda name: progress.advance(task),
         )
         tables = {"architectures": condensed(rows)}
-        if options.oldest and _OLDEST.exists():
+        if options.oldest and OLDEST.exists():
             tables["architectures_oldest"] = _with_oldest(options.type)
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:
         return [_found(name, table) for name, table in tables.items()]
 
-    def remarks(self, tables: Tables) -> list[str]:
-        """The decoders that could not be tested."""
+    def views(self, tables: Tables) -> list[ResultTable]:
         table = tables["architectures"]
         left_out = ", ".join(f"`{name}`" for name in table["type"][table["cells"] == 0].unique())
-        return [f"Not tested, as they do not run on text alone or in small: {left_out or 'none'}."]
-
-    def views(self, tables: Tables) -> list[ResultTable]:
-        return [limits(tables["architectures"])]
+        note = f"Not tested, as they do not run on text alone or in small: {left_out or 'none'}."
+        return [limits(table), ResultTable(note)]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {"architectures": figure(tables["architectures"])}
@@ -191,11 +188,6 @@ def _found(name: str, table: pd.DataFrame) -> Finding:
 # ---- the oldest transformers ---------------------------------------------------------------------
 
 
-_ROOT = Path(__file__).parents[3]
-_OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
-"""The interpreter for which `make test-oldest` installs the oldest supported transformers."""
-
-
 def _with_oldest(types: tuple[str, ...]) -> pd.DataFrame:
     """Run the sweep in the environment with the oldest transformers.
 
@@ -204,13 +196,13 @@ def _with_oldest(types: tuple[str, ...]) -> pd.DataFrame:
     """
     with TemporaryDirectory() as folder:
         only = (part for kind in types for part in ("--type", kind))
-        what = ["experiments", "architectures", "--no-oldest", "--attention", "sdpa", *only]
-        command = [str(_OLDEST), "-m", *what, "--output", folder]
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+        what = ["architectures", "--no-oldest", "--attention", "sdpa", *only, "--output", folder]
         found = Path(folder) / "architectures.csv"
-        if not found.exists():
-            reason = (done.stderr.strip() or "no message").splitlines()[-1]
-            raise UserError(f"the sweep with {_OLDEST} failed: {reason}; try --no-oldest")
+        try:
+            printed_by(OLDEST, "experiments", *what, otherwise="; try --no-oldest")
+        except UserError:
+            if not found.exists():  # else presses failed, as the table says
+                raise
         return pd.read_csv(found, keep_default_na=False)
 
 

@@ -17,7 +17,6 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -193,9 +192,8 @@ def decode_times(
 
     Returns:
         Columns `context`, `condition` and `ratio` (evicted); `time`, the median over rounds of the
-        ratio to the full cache's time, and its interval, `low` and `high`; the median milliseconds,
-        `ms` and `full_ms`, for orientation; the sizes of the caches, `bytes` and `full_bytes`; and
-        `rounds`.
+        ratio to the full cache's time, its interval, `low` and `high`, and its `units`; the sizes
+        of the caches, `bytes` and `full_bytes`; and `rounds`.
     """
     held = caches(model, context, ratios)
 
@@ -209,7 +207,6 @@ def decode_times(
     rows = (
         {"context": context, **name._asdict()}
         | median_of("time", seconds / times[full])
-        | {"ms": 1e3 * float(np.median(seconds)), "full_ms": 1e3 * float(np.median(times[full]))}
         | {"bytes": n_bytes[name], "full_bytes": n_bytes[full], "rounds": len(seconds)}
         for name, seconds in times.items()
     )

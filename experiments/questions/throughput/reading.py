@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from experiments.framework.experiment import Evidence, Finding
 from experiments.framework.frames import frame_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
-from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label, ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
@@ -81,8 +80,8 @@ def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
     best = table.sort_values("measured").iloc[-1]
     whole = table.loc[table["press"] == NO_PRESS, "measured"].max()
     if best["press"] != NO_PRESS and whole:
-        longer, said = best["measured"] / whole, _quoted(best) | {"limit": size_of(best["limit"])}
-        yield _finding("fits", "works", Evidence.BYTES, longer=longer, **said)
+        said = _quoted(best) | {"limit": f"{best['limit'] / 2**20:,.0f} MiB"}
+        yield _finding("fits", "works", Evidence.BYTES, longer=best["measured"] / whole, **said)
 
 
 def on_kvpress(table: pd.DataFrame) -> Iterator[Finding]:
@@ -133,15 +132,6 @@ def show_speeds(table: pd.DataFrame) -> ResultTable:
     return frame_table(note, pd.DataFrame(shown), left=5)
 
 
-def show_fits(table: pd.DataFrame) -> ResultTable:
-    """A row per press."""
-    first = table.iloc[0]
-    limit = size_of(first["limit"])
-    note = f"{first['model']}: longest context with batch {first['batch']} that fits in {limit}:"
-    shown = {"press": _named(table), "tokens": table["measured"].map("{:,}".format)}
-    return frame_table(note, pd.DataFrame(shown))
-
-
 def show_kvpress(table: pd.DataFrame) -> ResultTable:
     """A row per press, the lowest ratio first; then those with tokens decoded, too."""
     rows = table.sort_values(["decoded", "ratio"])
@@ -178,8 +168,4 @@ FINDINGS: dict[str, Callable[[pd.DataFrame], Iterator[Finding]]] = {
     "throughput_fits": on_fits,
     "throughput_kvpress": on_kvpress,
 }
-VIEWS = {
-    "throughput": show_speeds,
-    "throughput_fits": show_fits,
-    "throughput_kvpress": show_kvpress,
-}
+VIEWS = {"throughput": show_speeds, "throughput_kvpress": show_kvpress}
