@@ -43,10 +43,10 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
 
 def _answer(part: Part, folder: str) -> str:
     """A question, which links to the report, with its findings and the first figure."""
-    shown = [f"![{shows}]({folder}/{name}.svg)" for name, shows in part.entry.figures.items()]
+    title, name = part.experiment.title, part.experiment.name
+    shown = [f"![{title}]({folder}/{figure}.svg)" for figure in part.entry.figures]
     findings = "\n".join(_item(finding) for finding in part.findings)
-    title = f"## [{part.experiment.title}]({folder}/report.html#{part.experiment.name})"
-    return "\n\n".join([title, findings, *shown[:1]])
+    return "\n\n".join([f"## [{title}]({folder}/report.html#{name})", findings, *shown[:1]])
 
 
 def _tables(part: Part) -> str:

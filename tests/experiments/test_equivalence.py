@@ -15,17 +15,15 @@ from hypothesis import given, settings
 import hooks_impl
 import patch_impl
 from experiments import strategies
-from experiments.framework.command import progress_bar
 from experiments.questions.equivalence import EXPERIMENT, Options, run_grid
 from experiments.testbed.compare import Difference, Inputs, compare, pair, run
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import UnsupportedModelError
 from press_core.press import RatioPress
-from tests.experiments.tiny import cli
+from tests.experiments.tiny import SILENT, cli
 from tests.support import build
 
-SILENT = progress_bar(disable=True)
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
 
 

@@ -7,7 +7,6 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.framework.command import progress_bar
 from experiments.questions import error
 from experiments.questions.error import EXPERIMENT
 from experiments.testbed import masked
@@ -16,9 +15,9 @@ from experiments.testbed.masked import Reader, Sample
 from press_core import UnsupportedCacheError
 from press_core.cache.caches import known
 from press_core.cache.tokens import Kept
+from tests.experiments.tiny import SILENT
 from tests.support import build, example_for, snapshot, token_ids
 
-SILENT = progress_bar(disable=True)
 SAMPLE = Sample(token_ids(2, 60), token_ids(2, 3, seed=1))
 LONG = Sample(token_ids(2, 160), token_ids(2, 3, seed=1))
 NAMES = ["SnapKVPress", "AdaKVPress", "KeyRerotationPress", "CAMPress"]

@@ -1,9 +1,12 @@
 """Intervals hold what they should as often as they say, and are not made of too little."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from experiments.framework.intervals import LEAST, bracketed, mean_interval, median_interval
+from experiments.framework.results import read_table
 
 NONE = pytest.approx((float("nan"), float("nan")), nan_ok=True)
 
@@ -39,6 +42,15 @@ def test_what_a_round_shares_cancels_in_a_ratio():
     low, high = median_interval(moments * 1.1 * noise / moments)
     assert low < 1.1 < high
     assert high - low < 0.03
+
+
+@pytest.mark.parametrize("name", ["quality", "overhead", "headwise_decoding"])
+def test_committed_intervals_follow_from_their_units(name):
+    interval = mean_interval if name == "quality" else median_interval
+    table = read_table(Path(__file__).parents[2] / "results" / f"{name}.csv")
+    for row in table[::20].to_dict("records"):
+        found = interval([float(unit) for unit in row["units"].split()])
+        assert found == pytest.approx((row["low"], row["high"]), abs=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize("interval", [mean_interval, median_interval])

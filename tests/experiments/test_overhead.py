@@ -91,10 +91,8 @@ def test_a_stopwatch_on_a_gpu():
 
 
 @pytest.mark.parametrize(("left", "n_covered"), [(False, 6), (True, 42)])
-def test_every_decode_step_starts_from_the_same_pruned_cache_in_its_own_scope(
-    model, left, n_covered
-):
-    """Hooks and patches are on the layers in the first step, or left there for all seven."""
+def test_every_decode_step_starts_from_the_same_pruned_cache(model, left, n_covered):
+    """Hooks and patches are on the layers in a scope's first step, or left there for all seven."""
     before, seen, attention = snapshot(model), [], model.model.layers[0].self_attn
     scopes = {one: scope_of(one, model, 80) for one in conditions(["KnormPress"], [0.5])}
     if left:

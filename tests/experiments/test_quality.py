@@ -9,7 +9,6 @@ import torch
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import quality
 from experiments.questions.quality import EXPERIMENT, Options
@@ -23,10 +22,10 @@ from experiments.testbed.facts import (
 )
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, kept_lengths
+from tests.experiments.tiny import SILENT
 from tests.support import both, build, snapshot
 
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
-SILENT = progress_bar(disable=True)
 SMALL = Task(context=32, facts=4, samples=3, seen_samples=10)
 
 
@@ -154,10 +153,6 @@ def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):
 
 
 # ---- choosing presses ----------------------------------------------------------------------------
-
-
-def test_random_eviction_repeats():
-    assert recipe_pair("RandomPress", 0.5, 512).hook.seed is not None
 
 
 def test_finch_sees_the_question_and_the_model_no_delimiter(model):

@@ -48,11 +48,12 @@ def test_about_as_much_is_evicted_as_was_asked_for(name, model):
     assert low < evicted < 0.8
 
 
-def test_defaults_stay_where_contexts_are_long_enough():
+def test_defaults_stay_where_contexts_are_long_enough_and_results_repeat():
     snap = hooks_impl.SnapKVPress(0.5)
     assert recipe_pair("SnapKVPress", 0.5, LENGTH).hook == snap
     assert recipe_pair("AdaKVPress", 0.5, LENGTH).hook == hooks_impl.AdaKVPress(snap)
     assert recipe_pair("SnapKVPress", 0.9, LENGTH).patch.window_size == 25  # half of 51
+    assert recipe_pair("RandomPress", 0.5, LENGTH).hook.seed is not None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from typer import BadParameter
 
 from experiments import UserError
 from experiments.framework import timing
-from experiments.framework.command import progress_bar
 from experiments.framework.options import chosen_device, n_bytes
 from experiments.questions import overhead, throughput
 from experiments.questions.throughput import EXPERIMENT, Options, Part, measuring
@@ -24,11 +23,11 @@ from experiments.questions.throughput.measuring import answer, cache_bytes, peak
 from experiments.testbed import with_kvpress
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
 from experiments.testbed.with_kvpress import rows_with_kvpress
+from tests.experiments.tiny import SILENT
 from tests.support import build, token_ids
 
 TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
 SNAP = Condition("SnapKVPress", "hook", 0.5)
-SILENT = progress_bar(disable=True)
 
 
 @pytest.fixture(scope="module")

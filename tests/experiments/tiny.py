@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from experiments.cli import app
+from experiments.framework.command import progress_bar
 from experiments.framework.experiment import Experiment, Finding
 from experiments.framework.manifest import MANIFEST
 from experiments.framework.plan import plan_study
@@ -22,6 +23,7 @@ from experiments.framework.tables import ResultTable
 from experiments.study import run_plan
 
 COMMIT = "0" * 40
+SILENT = progress_bar(disable=True)
 REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
 
 
