@@ -149,7 +149,7 @@ def overview(contrasts: Sequence[Contrast]) -> Figure:
             panel.spines["bottom"].set_visible(False)
             panel.set_title(contrast.title)
     figure.set_label(
-        "Hooks and patches side by side; in grey the worst of the other mechanisms, where tried"
+        "Hooks and patches side by side, times over the bare model's; in grey the worst of others"
     )
     return figure
 

@@ -228,9 +228,9 @@ _NO_SLOWER = 1.05
 """A need is met if the interval of the ratio ends below this."""
 
 _STEPS: dict[Any, str] = {
-    "eager": "eager step with an open scope",
-    "installed": "eager step, hooks or patches on every layer",
-    "compiled": "compiled step with an open scope",
+    "eager": "eager step in a scope",
+    "installed": "eager step, idle on every layer",
+    "compiled": "compiled step in a scope",
 }
 _FINDINGS: dict[str, list[str]] = data_of(__file__)
 """By name: the query for rows, of which the slowest is reported, the sentence and the need."""
@@ -325,7 +325,7 @@ class Overhead(Experiment[Options]):
         acting = tables["overhead"].query(f"press != '{_COUNTING}' and baseline == 'bare'")
         for how, rows in acting.groupby("run", sort=False):
             slowest: Any = rows.groupby("mechanism", sort=False)["ratio"].max().rename(named)
-            found.append(Contrast(f"Slowest {_STEPS[how]}, of the bare model's", slowest.to_dict()))
+            found.append(Contrast(f"Slowest {_STEPS[how]}", slowest.to_dict()))
         return found
 
 
