@@ -39,15 +39,7 @@ from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.loading import short_name
 from experiments.testbed import timed_models
 from experiments.testbed.recipes import press_name
-from experiments.testbed.timed_models import (
-    EAGER,
-    FULL,
-    INSTALLED,
-    Condition,
-    ModelSpec,
-    Opens,
-    Way,
-)
+from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way
 from experiments.testbed.with_kvpress import NAME, joined_by_kvpress, presses_of_kvpress
 
 RATIO = 0.5
@@ -106,7 +98,7 @@ class Options:
         return [
             (name, way, min(self.rounds, most.get(way.run, self.rounds)))
             for name in names
-            for way in (EAGER, INSTALLED, *others.get(name, ()))
+            for way in (EAGER, timed_models.INSTALLED, *others.get(name, ()))
         ]
 
 
@@ -210,7 +202,7 @@ def rows_of(
     for name, way, rounds in options.timed:
         steps = Steps(models[name], options.context, way)
         few = scopes[name] if way == EAGER else {one: scopes[name][one] for one in last}
-        if way == INSTALLED:
+        if way == timed_models.INSTALLED:
             few = {one: partial(left_installed, opens) for one, opens in few.items()}
         times = times_in_turn(few, steps, rounds=rounds, advance=advance)
         yield from compare(times, model=name, **way._asdict())
