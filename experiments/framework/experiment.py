@@ -121,9 +121,9 @@ class Finding:
     @property
     def basis(self) -> str:
         """The kind of evidence and the numbers from other seeds; empty if neither is known."""
-        kind = "" if self.evidence is None else self.evidence.value
-        seeds = ", ".join(map("{:g}".format, self.reseeded))
-        return f"{kind}; {seeds} from other seeds" if seeds else kind
+        kind = [self.evidence.value] if self.evidence else []
+        numbers = ", ".join(map("{:g}".format, self.reseeded))
+        return "; ".join([*kind, *([f"{numbers} from other seeds"] if numbers else [])])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -253,8 +253,7 @@ class Experiment(ABC, Generic[OptionsT]):
     def markdown(self, tables: Tables) -> str:
         """Findings and views as Markdown."""
         findings = " ".join(finding.text for finding in self.findings(tables))
-        views = [view.markdown() for view in self.views(tables)]
-        return "\n\n".join([findings, *views]) + "\n"
+        return "\n\n".join([findings, *(view.markdown() for view in self.views(tables))]) + "\n"
 
 
 AnyExperiment = Experiment[Any]

@@ -64,6 +64,21 @@ def _interval(statistic: Callable[..., Any], *units: Any) -> tuple[float, float]
     return float(found.low), float(found.high)
 
 
+def mean_of(name: str, values: Any) -> dict[str, Any]:
+    """Columns of a table: a mean over units as `name`, its interval, `low` and `high`, `UNITS`."""
+    return _row(name, "", values, pd.Series(values).mean(), mean_interval(values))
+
+
+def median_of(name: str, values: Any, of: str = "") -> dict[str, Any]:
+    """The same of a median over rounds; the other names are prefixed with `of`."""
+    return _row(name, of, values, np.median(values), median_interval(values))
+
+
+def _row(name: str, of: str, values: Any, number: Any, ends: tuple[float, float]) -> dict[str, Any]:
+    units = " ".join(map("{:.6g}".format, values))
+    return {name: float(number), f"{of}low": ends[0], f"{of}high": ends[1], f"{of}{UNITS}": units}
+
+
 def written(number: float, form: str) -> str:
     """A number as text; what rounds to zero from below has no minus sign."""
     text = f"{number:{form}}"

@@ -135,3 +135,8 @@ def n_bytes(text: str) -> int:
         return int(_SIZE.validate_python(text))
     except ValidationError as error:
         raise typer.BadParameter(f"{text!r} is no size; write one such as 8GiB or 500MB") from error
+
+
+def size_of(n: int) -> str:
+    """A number of bytes in GiB or MiB."""
+    return f"{n / 2**30:,.0f} GiB" if n % 2**30 == 0 else f"{n / 2**20:,.0f} MiB"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -44,11 +45,11 @@ def blocks(results: Path, experiments: Sequence[AnyExperiment]) -> dict[str, str
 def _answer(part: Part, folder: str) -> str:
     """A question, which links to the report, with its evidence, findings and first figure."""
     title, name, usual = part.experiment.title, part.experiment.name, part.experiment.evidence
-    head = f"## [{title}]({folder}/report.html#{name})"
     kind = [f"*{usual.value.capitalize()}:*"] if usual else []
-    findings = "\n".join(_item(finding, usual or "") for finding in part.findings)
+    own = (replace(x, evidence=None) if x.evidence is usual else x for x in part.findings)
+    findings = "\n".join(map(_item, own))
     shown = [f"![{title}]({folder}/{figure}.svg)" for figure in part.entry.figures]
-    return "\n\n".join([head, *kind, findings, *shown[:1]])
+    return "\n\n".join([f"## [{title}]({folder}/report.html#{name})", *kind, findings, *shown[:1]])
 
 
 def _tables(part: Part) -> str:
@@ -56,10 +57,8 @@ def _tables(part: Part) -> str:
     return "\n\n".join(view.markdown() for view in part.experiment.views(part.tables))
 
 
-def _item(finding: Finding, known: str = "") -> str:
-    """A finding with its basis, without the kind of evidence if that is `known`."""
-    basis = finding.basis.removeprefix(known).removeprefix("; ")
-    return f"- {finding.text}" + (f" *({basis})*" if basis else "")
+def _item(finding: Finding) -> str:
+    return f"- {finding.text}" + (f" *({finding.basis})*" if finding.basis else "")
 
 
 def fill(text: str, contents: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Shared by several experiments: flags, means for rows of tables, runs in other environments."""
+"""Shared by several experiments: flags, and runs in other environments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import pandas as pd
 import typer
 from rich.progress import Progress
 
 from experiments import UserError
-from experiments.framework.intervals import UNITS, mean_interval, median_interval
 from experiments.framework.options import checked_positive_share, several
 from experiments.framework.plots import is_own
 
@@ -65,28 +62,10 @@ Kvpress = Annotated[bool, typer.Option(help="Measure kvpress as well, if it is i
 Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-def mean_of(name: str, values: Any) -> dict[str, Any]:
-    """A mean over units as `name`, its interval as `low` and `high`, and `UNITS`."""
-    return _row(name, "", values, pd.Series(values).mean(), mean_interval(values))
-
-
-def median_of(name: str, values: Any, of: str = "") -> dict[str, Any]:
-    """The same of a median over rounds; the other names are prefixed with `of`."""
-    return _row(name, of, values, np.median(values), median_interval(values))
-
-
-def _row(name: str, of: str, values: Any, number: Any, ends: tuple[float, float]) -> dict[str, Any]:
-    units = " ".join(map("{:.6g}".format, values))
-    return {name: float(number), f"{of}low": ends[0], f"{of}high": ends[1], f"{of}{UNITS}": units}
-
-
 # ---- other environments --------------------------------------------------------------------------
 
-_ROOT = Path(__file__).parents[2]
-OLDEST = _ROOT / ".venv-oldest" / "bin" / "python"
+ROOT = Path(__file__).parents[2]
+OLDEST = ROOT / ".venv-oldest" / "bin" / "python"
 """The interpreter for which `make test` installs the oldest supported transformers, and kvpress."""
 
 
@@ -101,7 +80,7 @@ def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = 
     Raises:
         UserError: if it fails.
     """
-    how: dict[str, Any] = {"cwd": _ROOT, "capture_output": True, "text": True}
+    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True}
     done = subprocess.run([python, "-m", *arguments], input=given, check=False, **how)
     if done.returncode:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]

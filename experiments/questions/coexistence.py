@@ -214,7 +214,7 @@ class Coexistence(scenarios.Scenarios[Options]):
             for row in table[by_itself | ours].itertuples()
         ]
         outcomes = self.matrix(tables).table("The worst outcome of the three phases.")
-        return [outcomes, ResultTable("\n".join(lines))]
+        return [outcomes, *([ResultTable("\n".join(lines))] if lines else [])]
 
 
 EXPERIMENT = Coexistence()

@@ -217,7 +217,7 @@ class Equivalence(Experiment[Options]):
             place = f"{cell.press} at ratio {cell.ratio} on {cell.family}, {cell.dtype}"
             notes.append(f"- {place}, {cell.difference} ({cell.differ} of {cell.compared} cells)")
         table = wide_table(note, sums.reset_index(), ["press"], "dtype", shown)
-        return [table, ResultTable("\n".join(notes))]
+        return [table, *([ResultTable("\n".join(notes))] if notes else [])]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         """A square per press and model, with the worst outcome of its cells."""

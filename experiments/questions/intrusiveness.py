@@ -41,7 +41,6 @@ from experiments.testbed.families import build
 ENVIRONMENTS = (".venv-subjects", ".venv-oldest")
 """Virtual environments, in the root of the repository, that may have the audited libraries."""
 _PYTHON = "bin/python"
-ROOT = Path(__file__).parents[2]
 _finding = sentences(__file__)
 
 
@@ -238,7 +237,7 @@ class Intrusiveness(Experiment[Options]):
             `intrusiveness_exits`: entries left behind by mechanism and `exit`;
             `intrusiveness_libraries`: see `of_libraries`.
         """
-        found = [*filter(_has_python, map(ROOT.joinpath, ENVIRONMENTS))]
+        found = [*filter(_has_python, map(shared.ROOT.joinpath, ENVIRONMENTS))]
         changes, exits = [], []
         with ThreadPoolExecutor() as pool:
             libraries = pool.map(audit_libraries, options.environment or found)

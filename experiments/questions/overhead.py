@@ -30,7 +30,7 @@ from experiments import data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
-from experiments.framework.intervals import METHOD, bracket, bracketed
+from experiments.framework.intervals import METHOD, bracket, bracketed, median_of
 from experiments.framework.options import Device, Dtype, at_least, several
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label, ratio_figure
@@ -93,10 +93,10 @@ class Options:
     @property
     def timed(self) -> list[tuple[str, Way, int]]:
         """Which model is timed in which way, in how many rounds: the first one in all ways."""
-        names, most = [spec.name for spec in self.specs], {"compiled": _COMPILATIONS}
+        names, rounds = [x.name for x in self.specs], {"compiled": min(self.rounds, _COMPILATIONS)}
         others = {names[0]: timed_models.ways(self)[1:]}
         return [
-            (name, way, min(self.rounds, most.get(way.run, self.rounds)))
+            (name, way, rounds.get(way.run, self.rounds))
             for name in names
             for way in (EAGER, timed_models.INSTALLED, *others.get(name, ()))
         ]
@@ -171,7 +171,7 @@ def compare(times: Mapping[Condition, Array], **labels: str) -> Iterator[dict[st
                 yield (
                     {**labels, "press": condition.press, "mechanism": condition.mechanism}
                     | {"baseline": baseline.mechanism}
-                    | shared.median_of("ratio", seconds / times[baseline])
+                    | median_of("ratio", seconds / times[baseline])
                 )
 
 
@@ -224,6 +224,8 @@ _STEPS: dict[Any, str] = {
     "installed": "eager step, idle on every layer",
     "compiled": "compiled step in a scope",
 }
+"""What is timed, by the way to run, in figures."""
+
 _FINDINGS: dict[str, list[str]] = data_of(__file__)
 """By name: the query for rows, of which the slowest is reported, the sentence and the need."""
 
@@ -287,9 +289,8 @@ class Overhead(Experiment[Options]):
 
     def views(self, tables: Tables) -> list[ResultTable]:
         rows = tables["overhead"]
-        rows = rows.assign(
-            over=rows["mechanism"] + " / " + rows["baseline"], press=rows["press"].map(press_label)
-        )
+        over = rows["mechanism"] + " / " + rows["baseline"]
+        rows = rows.assign(over=over, press=rows["press"].map(press_label))
         cells = [bracketed(row, "ratio") for row in rows.to_dict("records")]
         note = (
             f"Time of a decode step over the baseline's: medians, with {METHOD} over rounds. "

@@ -23,7 +23,7 @@ from experiments import UserError, data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import heat_maps, wide_table
-from experiments.framework.intervals import METHOD, bracketed
+from experiments.framework.intervals import METHOD, bracketed, mean_of
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
 from experiments.framework.plots import NO_PRESS, press_label
@@ -126,7 +126,7 @@ def measure(
             answers = torch.cat([answer(model, opens, batch) for batch in batches])
             right = (answers == truth[:, : answers.shape[1]]).double().mean(dim=1).numpy()
             size = {"samples": len(answers), "answers": answers.numel()}
-            rows.append(cell | {"mechanism": mechanism} | shared.mean_of("accuracy", right) | size)
+            rows.append(cell | {"mechanism": mechanism} | mean_of("accuracy", right) | size)
             given.append(answers)
         if press != NO_PRESS:
             same = int(given[0].eq(given[1]).sum())

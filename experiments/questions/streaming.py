@@ -25,6 +25,7 @@ Both are 10th percentiles, which exclude interrupted forwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,7 +39,7 @@ from transformers import PreTrainedModel
 from experiments import UserError
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
-from experiments.framework.intervals import METHOD, bracket, bracketed, written
+from experiments.framework.intervals import METHOD, bracket, bracketed, mean_of, written
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
@@ -135,7 +136,7 @@ def evicting(streaming: pd.DataFrame) -> pd.DataFrame:
 def lost(streaming: pd.DataFrame, cache: streams.Bound) -> dict[str, Any]:
     """`above`, the nats per token above a recomputed window, as a mean over the stretches after the
     first eviction, and its interval (`low`, `high`)."""
-    return shared.mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
+    return mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
 
 
 def slowdown(rows: pd.DataFrame) -> float:
@@ -170,7 +171,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     known = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, name in _SINKS.items():
-        above, low, high, _ = lost(streaming, cache).values()
+        above, low, high = itemgetter("above", "low", "high")(lost(streaming, cache))
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{written(above, '+.3f')}**{bracket(low, high, '+.3f')}"
         values = {"verb": _VERBS[verdict], "nats": nats, "broken": BROKEN, **known}

@@ -125,9 +125,9 @@ def recipe(presses: Presses, name: str, ratio: float, length: int | None = None)
         raise HyperparameterError(f"compression_ratio={ratio}: it must be a number in [0, 1)")
     made = {**_FIELDS["usual"].get(name, {}), **({} if length else _FIELDS["short"].get(name, {}))}
     made |= _amount(name, ratio, length or SHORT, made)
-    for window in _WINDOWS if length and not is_own(name) else ():
-        if usual := getattr(presses[name], window, None):
-            made[window] = min(usual, max(1, n_kept(length or SHORT, ratio) // 2))
+    if length and not is_own(name):
+        windows = {n: getattr(presses[name], n) for n in _WINDOWS if hasattr(presses[name], n)}
+        made |= {n: min(usual, max(1, n_kept(length, ratio) // 2)) for n, usual in windows.items()}
     parts, of_parts = made.pop("parts", {}), made.pop("ratio_of_parts", ratio)
     made |= {field: recipe(presses, part, of_parts, length) for field, part in parts.items()}
     if name == "ComposedPress":

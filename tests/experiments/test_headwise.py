@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import UserError
-from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions.headwise import EXPERIMENT, Options, Part
 from experiments.questions.headwise.budgets import (
@@ -23,6 +22,7 @@ from experiments.testbed.facts import UNSEEN, VOCABULARY, Task, build_tokenizer
 from press_core import kept_lengths
 from press_core.budget import n_kept
 from press_core.learned.measured import HeadScores
+from tests.experiments.tiny import SILENT
 from tests.support import build
 
 SMALL = Task(context=96, facts=4, samples=3)
@@ -43,7 +43,7 @@ def tables(tmp_path_factory):
 
 
 def measured(part, **options):
-    return EXPERIMENT.measure(Options(part=(part,), **options), progress_bar(disable=True))
+    return EXPERIMENT.measure(Options(part=(part,), **options), SILENT)
 
 
 def finding(name, **tables):

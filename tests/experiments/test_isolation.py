@@ -7,7 +7,6 @@ import torch
 import yaml
 
 from experiments.audit import differences, snapshot
-from experiments.framework.command import progress_bar
 from experiments.mechanisms.scenarios import Moment, answer
 from experiments.questions.isolation import (
     AFTER,
@@ -22,6 +21,7 @@ from experiments.questions.isolation import (
     in_thread,
 )
 from experiments.testbed.compare import Response
+from tests.experiments.tiny import SILENT
 from tests.support import build
 
 REACHES = yaml.safe_load(Path(__file__).with_name("reaches.yaml").read_text())
@@ -30,7 +30,7 @@ REACHES = yaml.safe_load(Path(__file__).with_name("reaches.yaml").read_text())
 @pytest.fixture(scope="module")
 def table():
     options = Options(mechanism=("hooks", "patches", "plain hook"))
-    return EXPERIMENT.measure(options, progress_bar(disable=True))["isolation"]
+    return EXPERIMENT.measure(options, SILENT)["isolation"]
 
 
 # ---- outcomes ----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Times taken in turn: what is slow is found slow, and nothing stays on the model."""
 
 import gc
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from experiments.framework import timing
-from experiments.framework.command import progress_bar
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.questions import overhead
 from experiments.questions.overhead import EXPERIMENT, Options, Steps
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
 from press_core import kept_lengths
+from tests.experiments.tiny import SILENT
 from tests.support import build, snapshot, token_ids
 
 TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
@@ -90,8 +91,8 @@ def test_a_stopwatch_on_a_gpu():
 # ---- decode steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("left", "n_covered"), [(False, 6), (True, 42)])
-def test_every_decode_step_starts_from_the_same_pruned_cache(model, left, n_covered):
+@pytest.mark.parametrize(("left", "n_on"), [(False, 3), (True, 3 * 7)])
+def test_every_decode_step_starts_from_the_same_pruned_cache_in_its_own_scope(model, left, n_on):
     """Hooks and patches are on the layers in a scope's first step, or left there for all seven."""
     before, seen, attention = snapshot(model), [], model.model.layers[0].self_attn
     scopes = {one: scope_of(one, model, 80) for one in conditions(["KnormPress"], [0.5])}
@@ -99,16 +100,16 @@ def test_every_decode_step_starts_from_the_same_pruned_cache(model, left, n_cove
         scopes = {one: partial(overhead.left_installed, opens) for one, opens in scopes.items()}
 
     def look(_, args, kwargs):
-        is_covered = bool(attention._forward_hooks or "forward" in vars(attention))
+        on = (len(attention._forward_hooks), "forward" in vars(attention))
         lengths = kept_lengths(kwargs["past_key_values"])
-        seen.append((is_covered, [of_layer.tolist() for of_layer in lengths]))
+        seen.append((on, [of_layer.tolist() for of_layer in lengths]))
 
     with model.register_forward_pre_hook(look, with_kwargs=True):
         times = overhead.times_in_turn(scopes, Steps(model, 80), rounds=2)
     assert snapshot(model) == before
     assert list(times) == list(scopes)
-    assert len(seen) == 3 * 3 * 7  # rounds, conditions, steps
-    assert sum(is_covered for is_covered, _ in seen) == n_covered
+    bare = 3 * 3 * 7 - 2 * n_on  # rounds, conditions, steps
+    assert Counter(on for on, _ in seen) == {(1, False): n_on, (0, True): n_on, (0, False): bare}
     assert all(kept == [[[40, 40]], [[40, 40]]] for _, kept in seen)
 
 
@@ -122,7 +123,7 @@ def test_the_first_model_is_timed_in_all_ways_and_compiled_anew_in_each_scope(mo
 
     monkeypatch.setattr(torch, "compile", compile_)
     options = Options(layers=(1, 2), press=("Knorm",), context=80, rounds=1, kvpress=False)
-    table = EXPERIMENT.measure(options, progress_bar(disable=True))["overhead"]
+    table = EXPERIMENT.measure(options, SILENT)["overhead"]
     assert compiled == 2 * [80, 40, 40, 40, 40, 80]  # dynamic and static, in two rounds
     timed = [set(map(tuple, rows[["run", "cache"]].values)) for _, rows in table.groupby("model")]
     few = {("eager", "dynamic"), ("installed", "dynamic")}

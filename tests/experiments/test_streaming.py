@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from experiments import UserError
-from experiments.framework.command import progress_bar
 from experiments.loading import load_model
 from experiments.questions import streaming
 from experiments.questions.streaming import EXPERIMENT, Options, rows_of, size_for
@@ -28,6 +27,7 @@ from experiments.testbed.streams import (
     stream_text,
 )
 from press_core import cache_nbytes, kept_lengths
+from tests.experiments.tiny import SILENT
 from tests.support import build, snapshot, token_ids
 
 SMALL = Size(tokens=60, capacity=15, full=40, n_sink=2, stretch=10)
@@ -50,7 +50,7 @@ def text():
 @pytest.fixture(scope="module")
 def table(model, text):
     before = snapshot(model)
-    found = stream_text(model, text, SMALL, progress_bar(disable=True)).assign(model="tiny")
+    found = stream_text(model, text, SMALL, SILENT).assign(model="tiny")
     assert snapshot(model) == before
     return found
 

@@ -26,8 +26,7 @@ import pandas as pd
 import torch
 
 import hooks_impl
-from experiments.framework.intervals import LEAST
-from experiments.framework.shared import median_of
+from experiments.framework.intervals import LEAST, median_of
 from tests.oracle import handed
 from tests.oracle.cases import press_of
 from tests.oracle.differences import NOT_IN_KVPRESS

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hooks_impl
-from experiments.framework import shared
+from experiments.framework.intervals import mean_of
 from experiments.framework.plots import NO_PRESS
 from experiments.testbed.facts import UNSEEN, Task, answer_unseen
 from press_core.budget import n_kept
@@ -148,7 +148,7 @@ def compare(
         right[pair, ratio, budgets] = pd.Series(of_contexts)
         rows.append(
             {"pair": pair, "budgets": budgets, "press": name, "ratio": ratio}
-            | shared.mean_of("accuracy", of_contexts)
+            | mean_of("accuracy", of_contexts)
             | {"contexts": len(of_contexts), "context": task.context, "facts": task.facts}
         )
     return {"headwise_accuracy": pd.DataFrame(rows), "headwise_difference": differences(right)}
@@ -178,7 +178,7 @@ def differences(right: dict[tuple[str, float, str], pd.Series[float]]) -> pd.Dat
     of_contexts = gains.groupby([*key, "sample"], **how)["gain"].mean().reset_index()
     rows = [
         dict(zip(key, place, strict=True))
-        | shared.mean_of("difference", of["gain"])
+        | mean_of("difference", of["gain"])
         | {"contexts": len(of)}
         for place, of in of_contexts.groupby(key, **how)
     ]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
-from experiments.framework.shared import median_of
+from experiments.framework.intervals import median_of
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.framework.wording import in_one_line
 from experiments.testbed.compare import Inputs

@@ -186,8 +186,7 @@ class Throughput(Experiment[Options]):
         return [show(tables[name]) for name, show in reading.VIEWS.items() if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
-        name = "throughput"
-        return {name: reading.draw_speeds(tables[name])} if name in tables else {}
+        return {self.name: reading.draw_speeds(tables[self.name])} if self.name in tables else {}
 
 
 EXPERIMENT = Throughput()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from experiments.framework.shared import median_of
+from experiments.framework.intervals import median_of
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.testbed import timed_models
 from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way, scope_of

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from experiments.framework.experiment import Evidence, Finding
 from experiments.framework.frames import frame_table
 from experiments.framework.intervals import METHOD, bracket, bracketed
+from experiments.framework.options import size_of
 from experiments.framework.plots import NO_PRESS, press_label, ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
@@ -20,10 +21,6 @@ from experiments.testbed.timed_models import EAGER, WAYS, Way
 
 AS_MUCH = 1.1
 """Largest ratio of times to first token, or of bytes to those expected, that counts as no more."""
-
-
-def _pressed(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["press"] != NO_PRESS]
 
 
 def _in(way: Way, table: pd.DataFrame) -> pd.DataFrame:
@@ -52,8 +49,8 @@ def on_speed(table: pd.DataFrame) -> Iterator[Finding]:
     for name, way in _DECODING.items():
         hooked = _in(way, table[table["mechanism"] == "hook"])
         for best in hooked.sort_values(["context", "batch", "speed"]).to_dict("records")[-1:]:
-            slower = "costs" if best["speed_high"] < 1 else None
-            verdict = "works" if best["speed_low"] > 1 else slower
+            low, high = best["speed_low"], best["speed_high"]
+            verdict = "works" if low > 1 else "costs" if high < 1 else None
             yield _finding(name, verdict, at=_at(best), **_quoted(best, "speed"))
     theirs = _in(EAGER, table[table["mechanism"] == "kvpress"]).sort_values("speed_over_hook")
     for worst in theirs.to_dict("records")[:1]:
@@ -80,7 +77,7 @@ def on_fits(table: pd.DataFrame) -> Iterator[Finding]:
     best = table.sort_values("measured").iloc[-1]
     whole = table.loc[table["press"] == NO_PRESS, "measured"].max()
     if best["press"] != NO_PRESS and whole:
-        said = _quoted(best) | {"limit": f"{best['limit'] / 2**20:,.0f} MiB"}
+        said = _quoted(best) | {"limit": size_of(best["limit"])}
         yield _finding("fits", "works", Evidence.BYTES, longer=best["measured"] / whole, **said)
 
 
@@ -132,6 +129,15 @@ def show_speeds(table: pd.DataFrame) -> ResultTable:
     return frame_table(note, pd.DataFrame(shown), left=5)
 
 
+def show_fits(table: pd.DataFrame) -> ResultTable:
+    """A row per press."""
+    first = table.iloc[0]
+    limit = size_of(first["limit"])
+    note = f"{first['model']}: longest context with batch {first['batch']} that fits in {limit}:"
+    shown = {"press": _named(table), "tokens": table["measured"].map("{:,}".format)}
+    return frame_table(note, pd.DataFrame(shown))
+
+
 def show_kvpress(table: pd.DataFrame) -> ResultTable:
     """A row per press, the lowest ratio first; then those with tokens decoded, too."""
     rows = table.sort_values(["decoded", "ratio"])
@@ -147,7 +153,7 @@ def show_kvpress(table: pd.DataFrame) -> ResultTable:
 
 def draw_speeds(table: pd.DataFrame) -> Figure:
     """Tokens per second over those without a press, a panel per size and way to run."""
-    rows = _pressed(table)
+    rows = table[table["press"] != NO_PRESS]
     rows = rows.assign(label=_named(rows) + ", " + rows["mechanism"], ratio=rows["speed"])
     rows = rows.rename(columns={"speed_low": "low", "speed_high": "high"})
     ways: Any = rows.groupby(["context", "batch", "run", "cache"], sort=False)
@@ -168,4 +174,8 @@ FINDINGS: dict[str, Callable[[pd.DataFrame], Iterator[Finding]]] = {
     "throughput_fits": on_fits,
     "throughput_kvpress": on_kvpress,
 }
-VIEWS = {"throughput": show_speeds, "throughput_kvpress": show_kvpress}
+VIEWS = {
+    "throughput": show_speeds,
+    "throughput_fits": show_fits,
+    "throughput_kvpress": show_kvpress,
+}
