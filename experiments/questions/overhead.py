@@ -281,7 +281,8 @@ class Overhead(Experiment[Options]):
         for name, (query, sentence, need) in _FINDINGS.items():
             for row in tables["overhead"].query(query).nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
-                text = sentence.format(times, f"({press_label(row['press'])}, {row['model']})")
+                model = row["model"].removeprefix(timed_models.RANDOM)
+                text = sentence.format(times, f"({press_label(row['press'])}, {model})")
                 slowest = np.nanmax([row["ratio"], row["high"]])
                 works: Any = "works" if slowest < _NO_SLOWER else "costs"
                 found.append(Finding(name, text, need, works if need else None))

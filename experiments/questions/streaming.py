@@ -174,8 +174,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
         above, low, high = itemgetter("above", "low", "high")(lost(streaming, cache))
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{written(above, '+.3f')}**{bracket(low, high, '+.3f')}"
-        values = {"verb": _VERBS[verdict], "nats": nats, "broken": BROKEN, **known}
-        found.append(_finding(name, verdict, **values))
+        found.append(_finding(name, verdict, verb=_VERBS[verdict], nats=nats, **known))
     return found
 
 
@@ -258,8 +257,9 @@ class Streaming(Experiment[Options]):
         note = (
             f"{first['model']}, {streaming['end'].max():,} tokens one by one ({end:,} of them with "
             f"the full cache); bounded caches hold {first['capacity']}. Nats per token above a "
-            f"recomputed window's {recomputed:.3f}, with {METHOD} over stretches; KiB held at the "
-            "end; time per token in the last quarter of the stream over that in its second quarter:"
+            f"recomputed window's {recomputed:.3f} (more than {BROKEN}: the cache breaks), with "
+            f"{METHOD} over stretches; KiB held at the end; time per token in the last quarter of "
+            "the stream over that in its second quarter:"
         )
         rows = []
         for cache in STREAMED:

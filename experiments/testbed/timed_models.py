@@ -66,9 +66,13 @@ class ModelSpec(NamedTuple):
         return model.to(self.device)
 
 
+RANDOM = "random Llama, "
+"""How names of the random Llamas begin."""
+
+
 def random_llama(name: str, **shape: int) -> ModelSpec:
     """A Llama with random weights; `shape` are keyword arguments of `build`."""
-    return ModelSpec(f"random Llama, {name}", shape=tuple(shape.items()))
+    return ModelSpec(f"{RANDOM}{name}", shape=tuple(shape.items()))
 
 
 def random_context(model: PreTrainedModel, batch: int, context: int) -> Tensor:
