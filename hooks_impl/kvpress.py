@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -117,7 +117,7 @@ class KvpressCompatible(Press):
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
         passed.forward.progress[scope].depths.add(passed.site.place.depth)
-        kwargs = {**passed.given.kwargs, FORWARD: (scope, passed)}
+        kwargs = {**_named_as_before(passed.given.kwargs), FORWARD: (scope, passed)}
         if passed.cache is not None and "cache_position" not in kwargs:  # after transformers 5.2
             states, end = passed.hidden_states, passed.cache.get_seq_length(passed.site.layer_idx)
             start = end - states.shape[1]
@@ -215,7 +215,13 @@ def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[A
     states = seen.hidden_states, call.keys, call.values, call.attentions
     of_tokens = {"position_embeddings": seen.at.embeddings, "position_ids": seen.at.ids}
     given = {n: x for n, x in of_tokens.items() if n in call.kwargs and x is not None}
-    return view_of(call.site), *states, {**call.kwargs, **given, CALL: call}
+    return view_of(call.site), *states, {**_named_as_before(call.kwargs), **given, CALL: call}
+
+
+def _named_as_before(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's keyword arguments, the cache also by its name before transformers 5.24."""
+    before = {"past_key_values": kwargs["cache"]} if "cache" in kwargs else {}
+    return {**before, **kwargs}
 
 
 def call_of(

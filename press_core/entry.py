@@ -40,7 +40,6 @@ from press_core.forward import (
     cache_after,
     current,
     n_tokens,
-    own_cache,
 )
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.running import chunks
@@ -84,7 +83,7 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
     Args:
         first: index of the first layer that the press works on.
     """
-    cache, forward = own_cache(given.get("past_key_values")), None
+    cache, forward = given.cache, None
     is_compiling = torch.compiler.is_compiling()
     if not isinstance(cache, Cache) or (not is_compiling and chunks.is_under_way(cache)):
         return _joined(scope, given)

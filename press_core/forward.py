@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from transformers.masking_utils import create_causal_mask
 
 from press_core.errors import UnsupportedInputError
 
@@ -43,6 +44,12 @@ class Arguments(NamedTuple):
         index = self.names.index(name) if name in self.names else len(self.args)
         return self.args[index] if index < len(self.args) else None
 
+    @property
+    def cache(self) -> Any:
+        """The decoder's self-attention cache; None if none is passed."""
+        given = (self.get(name) for name in CACHE_NAMES)
+        return own_cache(next((cache for cache in given if cache is not None), None))
+
     def replace(self, **given: Any) -> Arguments:
         """A copy with some arguments replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -55,9 +62,31 @@ class Arguments(NamedTuple):
         return Arguments(tuple(args), kwargs, self.names)
 
 
+CACHE_NAMES = "cache", "past_key_values"
+"""Names of the arguments and outputs that hold a cache: since transformers 5.24, and before.
+
+Releases since then also take the other one from callers. Before, continuous batching passed its
+paged cache by the newer name.
+"""
+if "cache" not in inspect.signature(create_causal_mask).parameters:
+    CACHE_NAMES = CACHE_NAMES[1], CACHE_NAMES[0]  # that of the installed release comes first
+
+
 def own_cache(cache: Any) -> Any:
     """The self-attention cache of a decoder: in an encoder-decoder, one of two."""
     return getattr(cache, "self_attention_cache", cache)
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a model or a decoder returned, or None."""
+    name = next((name for name in CACHE_NAMES if hasattr(type(output), name)), "")
+    return getattr(output, name, None)
+
+
+def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
+    """The keyword argument by which a model or a decoder takes a cache."""
+    name = next((name for name in CACHE_NAMES if name in names_of(module)), CACHE_NAMES[0])
+    return {name: cache}
 
 
 def n_tokens(given: Arguments) -> int:
@@ -127,7 +156,7 @@ class Forward:
     @property
     def cache(self) -> Any:
         """The decoder's self-attention cache; None if none was passed (the model may make one)."""
-        return own_cache(self.given.get("past_key_values"))
+        return self.given.cache
 
     @property
     def n_tokens(self) -> int:
@@ -194,7 +223,7 @@ def cache_after(forward: Forward, output: Any) -> Any:
     """The cache that a forward of the decoder has filled with its own keys; None: no cache."""
     if forward.cache is not None:
         return forward.cache
-    return own_cache(getattr(output, "past_key_values", None))
+    return own_cache(cache_of(output))
 
 
 class OneMask(Enum):

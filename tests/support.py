@@ -21,7 +21,7 @@ from experiments.testbed import families
 from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import kept_lengths, kept_positions
-from press_core.forward import Arguments, Forward, current
+from press_core.forward import Arguments, Forward, current, with_cache
 from tests.snapshot import snapshot as snapshot
 
 PACKAGES = (hooks_impl, patch_impl)
@@ -104,7 +104,7 @@ def ran(model, press, given, cache=None, **inputs):
     """
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad(), nullcontext() if press is None else press(model):
-        return cache, [model(ids, past_key_values=cache, **inputs).logits for ids in given]
+        return cache, [model(ids, **with_cache(model, cache), **inputs).logits for ids in given]
 
 
 def filled(model, press, ids, cache=None, **inputs):

@@ -286,6 +286,7 @@ class Windowed(ScorerPress):
         made, _ = apply_rotary_pos_emb(made, made, *kwargs["position_embeddings"])
         self.seen.append(torch.allclose(made, queries(kwargs), atol=1e-5))
         assert kwargs["position_ids"].shape[-1] == keys.shape[2]
+        assert kwargs["past_key_values"].layers
         return keys.norm(dim=-1)
 
 

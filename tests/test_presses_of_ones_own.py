@@ -103,7 +103,7 @@ def test_a_forward_hook_that_writes_keys_itself():
     assert lengths(Latest(), model) == [[9, 9]] * 2
     cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
     with Latest()(model), pytest.raises(PressError, match=r"of 21 keys, 20 .* assigned 9;"):
-        model(token_ids(1, 1), past_key_values=cache)
+        filled(model, None, token_ids(1, 1), cache)
 
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])

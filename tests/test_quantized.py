@@ -202,7 +202,7 @@ def test_what_is_read_is_pruned_and_written_back(package, backend, nbits, model)
 def collected(model, cache, ids):
     """The exact new keys and values per layer of a forward."""
     found, update = [], cache.update
-    cache.update = lambda *given: found.append(given[:2]) or update(*given)
+    cache.update = lambda *given, **more: found.append(given[:2]) or update(*given, **more)
     model(ids, past_key_values=cache)
     del cache.update
     return found

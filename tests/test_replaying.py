@@ -133,8 +133,8 @@ def test_gradient_checkpointing_is_refused_by_name(package):
 @in_turn("name", ["KVComposePress", "KVzipPress", "RestoreKVPress"])
 def test_a_cache_that_gradient_checkpointing_leaves_empty_is_not_replayed(package, name):
     model, cache = build("llama").train(), DynamicCache()
-    model.gradient_checkpointing_enable()
-    with example_for(package, name, 0.5, model)(model):
+    with example_for(package, name, 0.5, model)(model), torch.enable_grad():
+        model.gradient_checkpointing_enable()
         model(token_ids(1, LENGTH), past_key_values=cache)
     assert cache.get_seq_length() == 0
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache
+from transformers import DynamicCache, integrations
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
@@ -94,7 +94,7 @@ def test_ratios_that_leave_no_room_leave_what_restores(package):
 
 @both
 def test_adapters_of_peft_go_on(package):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", minversion=integrations.peft.MIN_PEFT_VERSION)
     torch.manual_seed(0)
     model = build("llama")
     adapter = drawn_adapter(model)

@@ -221,10 +221,10 @@ def test_what_is_cropped_was_never_there(package):
 @both
 def test_continuous_batching_is_refused(package):
     """It hands its own cache down as `cache`; what is raised stays in its thread."""
-    model = make()
+    model, kind = make(), transformers.generation.continuous_batching.PagedAttentionCache
     handle = package.KnormPress(0.5).register(model)
     with pytest.raises(UnsupportedCacheError, match="paged cache"):
-        model(token_ids(1, LENGTH), use_cache=False, cache=object())
+        model(token_ids(1, LENGTH), use_cache=False, cache=kind.__new__(kind))
     with pytest.warns(RuntimeWarning, match=r"KnormPress .*paged cache"):
         handle.remove()
 
@@ -267,10 +267,10 @@ def test_a_scope_with_nothing_to_do_says_nothing(package, run):
         if run == "no cache":
             model(token_ids(1, n), use_cache=False)
         elif run != "nothing":
-            model(token_ids(1, n), past_key_values=cache)
+            filled(model, None, token_ids(1, n), cache)
     with press(model):
         if run == "no ratio":
-            model(token_ids(1, 1), past_key_values=cache)
+            filled(model, None, token_ids(1, 1), cache)
 
 
 # ---- turns ---------------------------------------------------------------------------------------

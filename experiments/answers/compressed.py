@@ -18,6 +18,7 @@ from experiments.answers.prompts import chosen
 from press_core import Phase, RaggedLayer, kept_lengths
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.pruned import PrunedLayer
+from press_core.forward import with_cache
 from press_core.scope import InstalledPress
 
 
@@ -70,7 +71,7 @@ class Compressed:
         again = not new[0]
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
-        arguments = {"attention_mask": mask, "past_key_values": cache, **options}
+        arguments = {"attention_mask": mask, **with_cache(self.model, cache), **options}
         arguments["return_dict_in_generate"] = False  # overrides options and generation_config
         if again and not any(getattr(layer, "is_rerotated", False) for layer in cache.layers):
             positions = mask.cumsum(dim=-1) - 1
@@ -128,7 +129,7 @@ def compressed(
         if press is not None:
             scope.enter_context(press(model))
         with torch.no_grad():
-            model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(**arguments, **with_cache(model, cache), use_cache=True, logits_to_keep=1)
         if not acts_later(press) and not any(map(needs_scope, cache.layers)):
             scope.close()
         yield Compressed(model, ids, mask, cache, acts_later(press))

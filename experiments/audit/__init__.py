@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -224,13 +225,13 @@ def _described(value: Any) -> str:
     """A short description of a value, in one line."""
     if value is _ABSENT:
         return ""
-    if isinstance(value, (str, int, float, torch.dtype)):
+    if isinstance(value, (str, int, float, torch.dtype, ModuleType)):
         text = str(value)
     elif isinstance(value, Tensor):
         text = f"{type(value).__name__} {tuple(value.shape)}"
     else:
-        name = getattr(value, "__qualname__", None) or getattr(value, "co_name", None)
-        home = getattr(value, "__module__", None)
-        text = ".".join(filter(None, (home, name))) if name else f"a {type(value).__name__}"
+        names = [getattr(value, n, None) for n in ("__module__", "__qualname__", "co_name")]
+        home, *own = [x if isinstance(x, str) else "" for x in names]
+        text = ".".join(filter(None, (home, *own))) if any(own) else f"a {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -24,9 +24,7 @@ from experiments.framework.results import write_figures, write_tables
 SEED = 0
 """Seed of Python's, NumPy's and torch's generators before an experiment is measured."""
 
-_Output = Annotated[
-    Path | None, typer.Option(help="Folder to write the tables and the figures to.")
-]
+_Output = Annotated[Path | None, typer.Option(help="Folder to write tables and figures to.")]
 
 
 def command_of(experiment: AnyExperiment) -> Callable[..., None]:

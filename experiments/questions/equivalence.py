@@ -195,8 +195,7 @@ class Equivalence(Experiment[Options]):
         compared, differ = cells[["compared", "differ"]].sum()
         if not compared:
             return [_finding("bits", as_in="refused", n=cells["cells"].sum())]
-        found = _finding("bits", "breaks" if differ else "works", differ=differ, compared=compared)
-        return [found]
+        return [_finding("bits", "breaks" if differ else "works", differ=differ, compared=compared)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         """Equal combinations by press, presses that both mechanisms refuse, first differences."""

@@ -57,9 +57,7 @@ class Options:
         typer.Option(
             help="Virtual environment with libraries to audit. Repeatable.",
             show_default=f"{' and '.join(ENVIRONMENTS)}, if they exist",
-            callback=checking(
-                _has_python, "{} holds no virtual environment: there is no bin/python in it"
-            ),
+            callback=checking(_has_python, "{} has no bin/python: it is no virtual environment"),
         ),
     ] = ()
 

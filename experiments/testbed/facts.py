@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments import UserError, data_of, refusing
+from press_core.forward import cache_of
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
@@ -224,7 +225,7 @@ def answer_seen(model: PreTrainedModel, press: InstalledPress | None, batch: Fac
 
 def _prefill(model: PreTrainedModel, input_ids: Tensor) -> Cache:
     # Without the language-modelling head, as the logits of the context are not needed.
-    return model.base_model(input_ids=input_ids.to(model.device), use_cache=True).past_key_values
+    return cache_of(model.base_model(input_ids=input_ids.to(model.device), use_cache=True))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

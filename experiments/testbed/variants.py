@@ -38,7 +38,7 @@ from press_core import AttentionSite, RaggedLayer, attention_sites, kept_lengths
 from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept as Seen
 from press_core.errors import UnsupportedInputError, UnsupportedModelError
-from press_core.forward import Arguments
+from press_core.forward import Arguments, cache_of
 from press_core.scope import InstalledPress
 
 Kept = dict[int, Tensor]
@@ -74,12 +74,12 @@ class Variant(NamedTuple):
 def prefill(model: Any, press: InstalledPress, **inputs: Tensor) -> tuple[Cache, Kept]:
     """The full cache of a prefill, and the tokens that a head-wise `press` keeps of it."""
     with press(model):
-        pruned = model(**inputs, use_cache=True).past_key_values
+        pruned = cache_of(model(**inputs, use_cache=True))
     kept = kept_in(pruned).items()
     ragged = {
         index: heads for index, heads in kept if isinstance(pruned.layers[index], RaggedLayer)
     }
-    return model(**inputs, use_cache=True).past_key_values, ragged
+    return cache_of(model(**inputs, use_cache=True)), ragged
 
 
 def kept_in(cache: Cache) -> Kept:

@@ -107,7 +107,7 @@ class RaggedLayer(InPlaceLayer):
             chosen: `(sum(held),)` int64, indices into the `m` tokens, head after head.
             held: tokens per head.
         """
-        self.dtype, self.device = keys.dtype, keys.device
+        self.device = keys.device
         self.held, self.blocks = held, Blocks.of(held, self.n_heads, self.group, keys)
         blocks, slots = self.blocks, self.blocks.slots(held)
         free = torch.ones(blocks.n * blocks.size, dtype=torch.bool).index_fill_(0, slots, False)
@@ -279,7 +279,7 @@ class RaggedLayer(InPlaceLayer):
         if grows and self.keys.is_inference():  # autograd cannot save inference tensors
             self.keys, self.values = self.keys.clone(), self.values.clone()
         # Under autocast the dtype of a decode step can differ from that of the prefill.
-        self.recent.update(keys.to(self.dtype), values.to(self.dtype))
+        self.recent.update(keys.to(self.keys.dtype), values.to(self.values.dtype))
 
     def drop_last(self, n: int) -> None:
         self.recent.drop_last(n)

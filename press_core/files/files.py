@@ -289,6 +289,8 @@ def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) 
     else:
         require(kind in templates, f"it has a layer of an unknown kind {kind!r}")
         layer = copy(templates[kind])
+        if isinstance(state.get("keys"), Tensor):
+            layer.device = device
     vars(layer).update(state)
     for name in state:
         if name.endswith("dtype") and state[name] is not None:

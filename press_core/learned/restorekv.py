@@ -18,7 +18,7 @@ from torch.nn.functional import kl_div, pad
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
 from press_core.files.files import floats, read
-from press_core.forward import Forward
+from press_core.forward import Forward, cache_of, with_cache
 from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
 from press_core.learned.running import Batch, rows_alone
 from press_core.model.decoder import decoder_of, device_of
@@ -306,10 +306,10 @@ def distillation_loss(model: Any, press: Any, context: Tensor, following: Tensor
         The Kullback-Leibler divergence in nats, averaged over the tokens of `following`.
     """
     with torch.no_grad():
-        cache = model(context, use_cache=True).past_key_values
-        teacher = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
+        cache = cache_of(model(context, use_cache=True))
+        teacher = model(following, **with_cache(model, cache)).logits[0].log_softmax(dim=-1)
     with press(model):
         with torch.no_grad():
-            cache = model(context, use_cache=True).past_key_values
-        student = model(following, past_key_values=cache).logits[0].log_softmax(dim=-1)
+            cache = cache_of(model(context, use_cache=True))
+        student = model(following, **with_cache(model, cache)).logits[0].log_softmax(dim=-1)
     return kl_div(student, teacher, log_target=True, reduction="batchmean")

@@ -27,7 +27,7 @@ from press_core.cache.caches import known
 from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedModelError
-from press_core.forward import Arguments, current, own_cache
+from press_core.forward import Arguments, cache_of, current, own_cache
 from press_core.model.decoder import decoder_of, uncompiled
 from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
@@ -167,7 +167,7 @@ def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
         except Exception:
             if module is decoder:
                 raise
-    return module, watch, getattr(output, "past_key_values", None)
+    return module, watch, cache_of(output)
 
 
 def run_aside(model: nn.Module) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from press_core.forward import current, own_cache
+from press_core.forward import current, own_cache, with_cache
 from press_core.model.decoder import device_of
 from press_core.model.rotary import Rotary
 
@@ -302,7 +302,7 @@ def run(model: Any, module: Any, cache: Any = None) -> Any:
         given = {"input_ids": ids[:, 2:], "decoder_input_ids": new}
     more = {"use_cache": True, "logits_to_keep": 1}
     given |= {name: value for name, value in more.items() if name in parameters}
-    return module(**given) if cache is None else module(**given, past_key_values=cache)
+    return module(**given, **({} if cache is None else with_cache(module, cache)))
 
 
 def _ordinary_tokens(config: Any) -> Tensor:

@@ -31,7 +31,7 @@ from press_core.engine import require_readable, store_decisions
 from press_core.errors import UnsupportedCacheError
 from press_core.eviction import Eviction
 from press_core.fields import count
-from press_core.forward import Arguments, Forward, cache_after
+from press_core.forward import Arguments, Forward, cache_after, cache_of, with_cache
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
@@ -86,9 +86,9 @@ class Row:
         start = self.next_position + n_before
         positions = start + torch.arange(given.shape[1], device=given.device)
         cache = self.alone() if cache is None else cache
-        return self.scope.decoder(
-            **inputs, position_ids=positions[None], past_key_values=cache, use_cache=True
-        )
+        decoder = self.scope.decoder
+        cached = {**with_cache(decoder, cache), "position_ids": positions[None]}
+        return decoder(**inputs, **cached, use_cache=True)
 
 
 States = tuple[Tensor, Tensor]
@@ -131,7 +131,7 @@ class ReplayPress(RatioPress, InstalledPress):
         """
         scope = bound_to(self, model)
         with torch.no_grad():
-            cache = scope.decoder(input_ids=input_ids, use_cache=True).past_key_values
+            cache = cache_of(scope.decoder(input_ids=input_ids, use_cache=True))
             self._require_plain(scope, cache)
             rows = [
                 self.score_row(Row(scope, cache, row, ids, None, len(ids)))

@@ -21,7 +21,7 @@ from press_core.cache.memory import Memory
 from press_core.cache.positions import rotary_positions
 from press_core.call import AttentionCall
 from press_core.errors import HyperparameterError, UnsupportedInputError
-from press_core.forward import Forward
+from press_core.forward import Forward, with_cache
 from press_core.observing import AttentionPass, step_of, with_steps
 from press_core.running.images import require_causal
 from press_core.scope import ScopeState
@@ -81,7 +81,7 @@ def prefill(
             given.setdefault("position_ids", positions[:, start:stop])
         before, _announced.n_remaining = _announced.n_remaining, length - stop
         try:
-            output = model(input_ids[:, start:stop], past_key_values=past_key_values, **given)
+            output = model(input_ids[:, start:stop], **with_cache(model, past_key_values), **given)
         finally:
             _announced.n_remaining = before
     return output

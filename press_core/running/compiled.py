@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from press_core.cache.caches import is_empty
 from press_core.cache.memory import FIRST
-from press_core.forward import Arguments, current, n_tokens, own_cache
+from press_core.forward import Arguments, current, n_tokens
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.observing import AttentionPass
 from press_core.press import Press
@@ -37,7 +37,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     """Whether to run a forward eagerly though it is compiled: the press acts in it."""
     if not may_break() or not scope.sites:
         return False
-    cache, index = own_cache(given.get("past_key_values")), scope.sites[0].layer_idx
+    cache, index = given.cache, scope.sites[0].layer_idx
     if is_empty(cache, index):
         return bool(scope.traits.phases & Phase.ON_CONTEXTS)
     if not scope.traits.phases & Phase.DECODING or not isinstance(cache, Cache):

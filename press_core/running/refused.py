@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._C._functorch import is_batchedtensor
+from transformers.cache_utils import Cache
 
 from press_core.cache.given import innermost_frame
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
@@ -70,8 +71,12 @@ def refuse_vmap(scope: ScopeState, forward: Forward) -> None:
 
 
 def refuse_paged(scope: ScopeState, forward: Forward) -> None:
-    """Raise on continuous batching, which passes its paged cache as the argument `cache`."""
-    if forward.cache is not None or forward.given.kwargs.get("cache") is None:
+    """Raise on the paged cache of continuous batching."""
+    if forward.cache is None or isinstance(forward.cache, Cache):
+        return
+    from transformers.generation.continuous_batching import PagedAttentionCache  # slow to import
+
+    if not isinstance(forward.cache, PagedAttentionCache):
         return
     why = (
         " cannot prune the paged cache of continuous batching (generate_batch): requests share its "

@@ -105,9 +105,10 @@ class Buffer:
         self.values.index_copy_(-2, slots, values.to(self.values.dtype))
         return self.keys, self.values
 
-    def drop_last(self, n: int) -> None:
-        self._count(self.used - n)
-        self.filled.sub_(n)
+    def crop(self, tokens: int) -> None:
+        """Remove the last tokens; `tokens` is minus their number."""
+        self._count(self.used + tokens)
+        self.filled.add_(tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         rows = beam_idx.to(self.keys.device)
@@ -162,11 +163,11 @@ class PrunedStaticLayer(PrunedLayer):
             )
 
     def drop_last(self, n: int) -> None:
-        if not isinstance(self.inner, Buffer):
+        if not hasattr(self.inner, "crop"):  # before transformers 5.24
             raise UnsupportedCacheError(
                 "a static layer that nothing was evicted from cannot be cropped; use a DynamicCache"
             )
-        self.inner.drop_last(n)
+        self.inner.crop(-n)
 
     def get_max_length(self) -> int:
         """Number of tokens that the cache was made for."""

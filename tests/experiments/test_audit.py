@@ -106,7 +106,7 @@ PLANTS = {
         "hook flag | self_attn | _forward_hooks_with_kwargs[9]": into(
             "_forward_hooks_with_kwargs", 9, True
         ),
-        "attribute | self_attn | scaling": own(attention, "scaling", 0.5),
+        "attribute | self_attn | scaling": own(attention, "scaling", torch.ops),
         "parameter | self_attn | weight": into(
             "_parameters", "weight", nn.Parameter(torch.ones(2))
         ),

@@ -254,8 +254,8 @@ class Bench:
     def _logits(self, model: Any, cache: Any) -> tuple[list[Tensor], Any]:
         """The logits of the context and of each step, and a copy of the cache after the context."""
         first = reference.feed(model, self.ids, cache)
-        left = copy.deepcopy(first.past_key_values)
-        steps = [reference.feed(model, ids, first.past_key_values) for ids in self.steps]
+        left = copy.deepcopy(reference.cache_of(first))
+        steps = [reference.feed(model, ids, reference.cache_of(first)) for ids in self.steps]
         return [first.logits, *(step.logits for step in steps)], left
 
     def _padded_apart(self, model: Any) -> str:
@@ -284,7 +284,7 @@ class Bench:
             elif self._with_positions and "position_ids" in accepted:
                 more["position_ids"] = positions
             output = reference.feed(model, new, cache, **more)
-            cache = output.past_key_values
+            cache = reference.cache_of(output)
             logits.append(output.logits)
         return logits
 

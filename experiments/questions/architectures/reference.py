@@ -24,7 +24,7 @@ from experiments.questions.architectures.decoders import image_inputs
 
 TEXT = 99
 """The largest token id of text; larger ones mark images and other modalities."""
-CACHE_NAMES = {"past_key_values", "past_key_value", "layer_past"}
+CACHE_NAMES = {"cache", "past_key_values", "past_key_value", "layer_past"}
 _POSITIONAL = ("position_embeddings", "position_ids", "cache_position")
 
 
@@ -109,6 +109,11 @@ def feed(model: Any, ids: Tensor, cache: Any, **more: Any) -> Any:
         return model(**inputs, past_key_values=cache, use_cache=True, **more)
 
 
+def cache_of(output: Any) -> Any:
+    """The cache that a model returned; transformers 5.24 has renamed it."""
+    return getattr(output, "cache", None) or output.past_key_values
+
+
 def layers_of(cache: Any) -> list[Any]:
     """The layers of a cache; for an encoder-decoder cache those of the decoder's self-attention."""
     return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))
@@ -180,7 +185,7 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
 def run_in_full(model: nn.Module, ids: Tensor) -> FullRun:
     """Run the context `ids` `(1, S)` with eager attention, and record its layers."""
     with recorded(model) as calls:
-        cache = feed(model, ids, None).past_key_values
+        cache = cache_of(feed(model, ids, None))
     layers: dict[int, Layer] = {}
     for call in calls:
         for index, cached in enumerate(layers_of(cache)):

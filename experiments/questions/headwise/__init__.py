@@ -213,13 +213,11 @@ _MEASURES = {
 # ---- findings ----------------------------------------------------------------------------------
 
 
-def points(row: Any, form: str = "{}") -> str:
+def points(row: Any, form: str = "**{}** points") -> str:
     """A difference and its interval in percentage points."""
     difference, low, high = (100 * row[name] for name in ("difference", "low", "high"))
     return form.format(written(difference, "+.1f")) + bracket(low, high, "+.1f")
 
-
-_SAID = "**{}** points"
 
 _CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
 """Presses beside related work, by the name of their finding."""
@@ -232,10 +230,10 @@ def find_worth(tables: Tables) -> Iterator[Finding]:
     means = table[table["ratio"].isna()].set_index("pair")
     overall = means.loc[ALL]
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    yield _finding("worth", works, gain=points(overall, _SAID), model=model)
+    yield _finding("worth", works, gain=points(overall), model=model)
     for name, pair in _CITED.items():
         baseline = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
-        gain = points(means.loc[pair], _SAID)
+        gain = points(means.loc[pair])
         yield _finding(name, as_in="cited", gain=gain, pair=pair, baseline=baseline)
 
 
@@ -286,7 +284,7 @@ def show_difference(table: pd.DataFrame) -> ResultTable:
     evicted = table["ratio"].map("{:.0%} evicted".format).where(table["ratio"].notna(), "mean")
     n = table["contexts"].iloc[0]
     note = f"Accuracy, head-wise minus uniform, in points, with {METHOD} over {n} contexts."
-    cells = [points(row) for row in table.to_dict("records")]
+    cells = [points(row, "{}") for row in table.to_dict("records")]
     return wide_table(note, table.assign(evicted=evicted), ["pair"], "evicted", cells)
 
 

@@ -31,6 +31,7 @@ from experiments.testbed.timed_models import random_context
 from experiments.testbed.variants import VARIANTS, Kept, Variant, kept_in, overridden, prefill
 from hooks_impl import AdaKVPress, KnormPress
 from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
+from press_core.forward import cache_of
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 SAME, OTHER, ERROR, MISSING = "same logits", "other logits", "error", "not offered"
@@ -145,7 +146,7 @@ def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> d
 
     def prefilled(scope: AbstractContextManager[Any]) -> Cache:
         with scope:
-            return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+            return cache_of(model(input_ids=ids, use_cache=True, logits_to_keep=1))
 
     full = prefilled(nullcontext())
     held: dict[Timed, Held] = {Timed(FULL): (full, nullcontext)}

@@ -301,11 +301,11 @@ def test_an_attention_that_calls_the_one_it_inherits_from():
 class Inheriting(transformers.models.llama.modeling_llama.LlamaAttention):
     def forward(
         self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None,
-        **given,
+        cache=None, **given,
     ):  # fmt: skip
         rotate = getattr(self, "rotary", lambda *_: position_embeddings)
-        angles = rotate(hidden_states, given["position_ids"])
-        return super().forward(hidden_states, angles, attention_mask, past_key_values, **given)
+        angles, cache = rotate(hidden_states, given["position_ids"]), past_key_values or cache
+        return super().forward(hidden_states, angles, attention_mask, cache, **given)
 
 
 def test_a_model_that_masks_single_tokens_too(package, monkeypatch):
