@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from transformers.masking_utils import create_causal_mask
 
 from press_core.errors import UnsupportedInputError
 
@@ -68,8 +67,6 @@ CACHE_NAMES = "cache", "past_key_values"
 Releases since then also take the other one from callers. Before, continuous batching passed its
 paged cache by the newer name.
 """
-if "cache" not in inspect.signature(create_causal_mask).parameters:
-    CACHE_NAMES = CACHE_NAMES[1], CACHE_NAMES[0]  # that of the installed release comes first
 
 
 def own_cache(cache: Any) -> Any:
@@ -85,8 +82,10 @@ def cache_of(output: Any) -> Any:
 
 def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
     """The keyword argument by which a model or a decoder takes a cache."""
-    name = next((name for name in CACHE_NAMES if name in names_of(module)), CACHE_NAMES[0])
-    return {name: cache}
+    # A forward of a user's own may hand all keyword arguments on.
+    other = getattr(type(module), "prepare_inputs_for_generation", names_of)
+    known = {*names_of(module), *inspect.signature(other).parameters}
+    return {next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1]): cache}
 
 
 def n_tokens(given: Arguments) -> int:
