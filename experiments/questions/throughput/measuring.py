@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from experiments.framework.intervals import median_of
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.testbed import timed_models
 from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way, scope_of
 from press_core import UnsupportedModelError, attention_sites, cache_nbytes
+from press_core.forward import with_cache
 
 # ---- time ----------------------------------------------------------------------------------------
 
@@ -56,24 +57,23 @@ def answer(
     """
     with opens(), way.running(model) as run:
         cache = way.empty_cache(model, ids.shape[1] + _WARM_UP + tokens)
-        watch = Stopwatch(model.device)
-        token = _next(model, ids, cache, logits_to_keep=1)
+        given, watch = with_cache(model, cache), Stopwatch(model.device)
+        token = _next(model, ids, logits_to_keep=1, **given)
         watch.lap()
         n_bytes = cache_nbytes(cache)
         for _ in range(_WARM_UP):
-            token = _next(run, token, cache)
+            token = _next(run, token, **given)
         watch.lap()
         for _ in range(tokens):
-            token = _next(run, token, cache)
+            token = _next(run, token, **given)
         watch.lap()
         first, _, rest = watch.seconds()
     return first, rest / tokens, n_bytes
 
 
-def _next(model: Any, ids: Tensor, cache: Cache, **more: Any) -> Tensor:
+def _next(model: Any, ids: Tensor, **given: Any) -> Tensor:
     """The likeliest next token, `(B, 1)` int64."""
-    logits = model(input_ids=ids, past_key_values=cache, **more).logits
-    return logits[:, -1:].argmax(dim=-1)
+    return model(input_ids=ids, **given).logits[:, -1:].argmax(dim=-1)
 
 
 def speeds(
