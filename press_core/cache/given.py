@@ -62,18 +62,21 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
         )
 
 
-def check_given_tokens(n_seen: int, count: int) -> None:
+def check_given_tokens(n_seen: int, count: int, n_new: int) -> None:
     """Raise if `generate` would take tokens for new that the layer may have seen.
 
     Args:
-        n_seen, count: see `check_given_mask`.
+        n_seen, count, n_new: see `check_given_mask`.
 
     Raises:
         UnsupportedInputError: if so.
     """
+    frame = innermost_frame("transformers.generation.utils", ("_prefill", "_assisted_decoding"))
+    if frame is not None and frame.f_code.co_name == "_assisted_decoding":
+        _check_cut(frame, n_seen, n_new)
+        return
     if count == n_seen:
         return
-    frame = innermost_frame("transformers.generation.utils", ("_prefill",))
     # transformers 5.2 always cuts the input; later releases only where they get all tokens.
     if frame is None or not frame.f_locals.get("next_sequence_length", True):
         return
@@ -86,6 +89,20 @@ def check_given_tokens(n_seen: int, count: int) -> None:
         "tokens except the last, model(new[:, :-1], past_key_values=cache), then give generate "
         f"all tokens but the first {n_seen - count}"
     )
+
+
+def _check_cut(frame: FrameType, n_seen: int, n_new: int) -> None:
+    """Raise where `generate` with draft tokens was given all tokens: only transformers 5.2 cuts."""
+    known = frame.f_locals
+    if not known.get("is_first_iteration") or n_new < (given := known["input_ids"].shape[1]):
+        return
+    mask, config = known["model_kwargs"].get("attention_mask"), known["generation_config"]
+    n_columns = getattr(config, "_mask_length", 0) if mask is None else mask.shape[1]
+    if n_seen < given == n_columns:
+        raise UnsupportedInputError(
+            f"generate with draft tokens was given {given} tokens and cuts none off, but the cache "
+            f"has seen {n_seen}; give it the others, with the attention_mask of all"
+        )
 
 
 def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:

@@ -321,13 +321,12 @@ class PrunedLayer(DynamicLayer):
         if isinstance(query_length, Tensor):  # traced, or cache_position of transformers 5.2
             query_length = len(query_length) if query_length.dim() else int(query_length)
         self.has_sized_mask = True
-        checked = self.is_pruned and not self.needs & ReadingNeeds.ATTENTION
-        if checked and not torch.compiler.is_compiling():
+        if self.is_pruned and not torch.compiler.is_compiling():
             count = self.get_seq_length()
-            if current.forward is None:
+            if current.forward is None and not self.needs & ReadingNeeds.ATTENTION:
                 check_given_mask(self.kept, self.n_seen, count, query_length)
             if query_length > 1:
-                check_given_tokens(self.n_seen, count)
+                check_given_tokens(self.n_seen, count, query_length)
         if current.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
