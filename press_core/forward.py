@@ -83,8 +83,9 @@ def cache_of(output: Any) -> Any:
 def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
     """The keyword argument by which a model or a decoder takes a cache."""
     # A forward of a user's own may hand all keyword arguments on.
-    other = getattr(type(module), "prepare_inputs_for_generation", names_of)
-    known = {*names_of(module), *inspect.signature(other).parameters}
+    names = "forward", "prepare_inputs_for_generation"
+    methods = [getattr(type(module), name) for name in names if hasattr(type(module), name)]
+    known = {name for method in methods for name in inspect.signature(method).parameters}
     return {next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1]): cache}
 
 

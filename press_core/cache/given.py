@@ -101,7 +101,7 @@ def _check_cut(frame: FrameType, n_seen: int, n_new: int) -> None:
     if n_seen < given == n_columns:
         raise UnsupportedInputError(
             f"generate with draft tokens was given {given} tokens and cuts none off, but the cache "
-            f"has seen {n_seen}; give it the others, with the attention_mask of all"
+            f"has seen {n_seen}; pass the other {given - n_seen}, with the attention_mask of all"
         )
 
 

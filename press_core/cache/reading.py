@@ -304,9 +304,8 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     if heads > 1:  # H or H_kv
         old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
     seen = torch.cat([part.expand(batch, heads, q, -1) for part in (old, recent)], dim=-1)
-    return (
-        seen if own else in_form(seen, site.attn_implementation, layer.keys.dtype, site.num_heads)
-    )
+    form, dtype = site.attn_implementation, layer.keys.dtype
+    return seen if own else in_form(seen, form, dtype, site.num_heads)
 
 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int) -> Tensor:
