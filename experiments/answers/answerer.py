@@ -206,7 +206,7 @@ class ContextAnswerer:
             if ids and ids[-1] == self.tokenizer.eos_token_id:  # a question follows
                 ids.pop()
         if at_most is not None and len(ids) > at_most:
-            logger.warning("a context of %d tokens is cut to %d, in its middle", len(ids), at_most)
+            logger.warning("a context of %d tokens is cut to %d, in the middle", len(ids), at_most)
             ids = ids[: at_most // 2] + ids[at_most // 2 - at_most :]
         start = self._special("bos", "eos")  # a prefill needs at least one token
         if not ids and start is None:

@@ -143,9 +143,9 @@ class Settings(Grid):
     data: Annotated[
         str | None, typer.Option(help="Folder with local copies of published datasets.")
     ] = None
-    trust_remote_code: Annotated[bool, typer.Option(help="Run the model repository's code.")] = (
-        False
-    )
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Run code from the model's repository.")
+    ] = False
     generation: Annotated[dict[str, Any], _known(*_GENERATION)] = Field(default_factory=dict)
     model_kwargs: Annotated[dict[str, Any], _known(*_MODEL_KWARGS)] = Field(default_factory=dict)
 

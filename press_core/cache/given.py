@@ -94,7 +94,8 @@ def check_given_tokens(n_seen: int, count: int, n_new: int) -> None:
 def _check_cut(frame: FrameType, n_seen: int, n_new: int) -> None:
     """Raise where `generate` with draft tokens was given all tokens: only transformers 5.2 cuts."""
     known = frame.f_locals
-    if not known.get("is_first_iteration") or n_new < (given := known["input_ids"].shape[1]):
+    given = int(known["input_ids"].shape[1])
+    if not known.get("is_first_iteration") or n_new < given:
         return
     mask, config = known["model_kwargs"].get("attention_mask"), known["generation_config"]
     n_columns = getattr(config, "_mask_length", 0) if mask is None else mask.shape[1]

@@ -289,7 +289,7 @@ def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) 
     else:
         require(kind in templates, f"it has a layer of an unknown kind {kind!r}")
         layer = copy(templates[kind])
-        if isinstance(state.get("keys"), Tensor):
+        if isinstance(state.get("keys"), Tensor):  # the layer has no dtype since 5.24
             layer.device = device
     vars(layer).update(state)
     for name in state:

@@ -71,7 +71,7 @@ def prefill(
         raise HyperparameterError(f"chunk_size={chunk_size!r}: chunk_size must be 1 or more")
     if past_key_values is None:
         raise UnsupportedInputError("prefill puts all chunks into one cache; pass a DynamicCache()")
-    output, length = None, input_ids.shape[1]
+    output, length, cached = None, input_ids.shape[1], with_cache(model, past_key_values)
     for start in range(0, length, chunk_size):
         stop = min(start + chunk_size, length)
         given = dict(kwargs)
@@ -81,7 +81,7 @@ def prefill(
             given.setdefault("position_ids", positions[:, start:stop])
         before, _announced.n_remaining = _announced.n_remaining, length - stop
         try:
-            output = model(input_ids[:, start:stop], **with_cache(model, past_key_values), **given)
+            output = model(input_ids[:, start:stop], **cached, **given)
         finally:
             _announced.n_remaining = before
     return output

@@ -224,7 +224,7 @@ _CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
 
 
 def find_worth(tables: Tables) -> Iterator[Finding]:
-    """How much head-wise budgets gain in accuracy: over all presses, and with those in papers."""
+    """How much head-wise budgets gain in accuracy: over all presses, and by those in `_CITED`."""
     table, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
     model, uniform = accuracy["model"].iloc[0], accuracy[accuracy["budgets"] == UNIFORM]
     means = table[table["ratio"].isna()].set_index("pair")
