@@ -113,6 +113,8 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the layout of the input is not supported.
     """
+    if running.is_early_exit():
+        return forward.given
     if not torch.compiler.is_compiling():  # compiled forwards are not counted
         forward.frame = forward.frame or _lasting_frame()
         scope.running[forward] = threading.get_ident()

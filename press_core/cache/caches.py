@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from press_core.cache.kinds import as_pruned
+from press_core.cache.kinds import as_pruned, kind_of
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedCacheError
@@ -71,6 +71,12 @@ def is_empty(cache: Any, layer_idx: int) -> bool:
         return True
     # The length of a static layer is a tensor, whose value is not known while compiling.
     return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
+
+
+def may_be_empty(cache: Any, layer_idx: int) -> bool:
+    """Whether nothing was evicted from a layer of `cache`, and its length is in a tensor."""
+    layer = getattr(cache, "layers", {layer_idx: None})[layer_idx]
+    return kind_of(layer) is not None and isinstance(layer.get_seq_length(), Tensor)
 
 
 def mask_layer(cache: Cache) -> Any:

@@ -14,12 +14,12 @@ from press_core.running import chunks, images, quantized, refused, sliding, stat
 from press_core.running.compiled import eagerly
 from press_core.running.images import require_causal
 from press_core.running.ranks import decided, remembered
+from press_core.running.refused import is_early_exit
 from press_core.scope import ScopeState
 
 ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     refused.refuse_vmap,
     refused.refuse_paged,
-    refused.refuse_early_exit,
     refused.refuse_draft_tokens,
     chunks.announce,
     sliding.let_slide,
@@ -39,6 +39,7 @@ __all__ = [
     "OBSERVED",
     "decided",
     "eagerly",
+    "is_early_exit",
     "remembered",
     "require_causal",
 ]

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from press_core.cache.caches import is_empty
-from press_core.cache.memory import FIRST
+from press_core.cache.caches import is_empty, known, may_be_empty
+from press_core.cache.memory import FIRST, Memory
 from press_core.forward import Arguments, current, n_tokens
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.observing import AttentionPass
 from press_core.press import Press
+from press_core.running.chunks import is_under_way
 from press_core.scope import ScopeState
 from press_core.traits import Phase
 
@@ -37,12 +38,15 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     """Whether to run a forward eagerly though it is compiled: the press acts in it."""
     if not may_break() or not scope.sites:
         return False
-    cache, index = given.cache, scope.sites[0].layer_idx
-    if is_empty(cache, index):
-        return bool(scope.traits.phases & Phase.ON_CONTEXTS)
-    if not scope.traits.phases & Phase.DECODING or not isinstance(cache, Cache):
-        return False
-    return scope.acts_in_step(scope.counted(cache)[1].ticks - FIRST, n_tokens(given))
+    cache, index, n_new = given.cache, scope.sites[0].layer_idx, n_tokens(given)
+    phases = scope.traits.phases
+    if is_empty(cache, index) or is_under_way(cache) or (n_new > 1 and may_be_empty(cache, index)):
+        return bool(phases & Phase.ON_CONTEXTS)
+    if not isinstance(cache, Cache) or not phases & Phase.DECODING:
+        return bool(phases & Phase.BEFORE_DECODING)
+    # Without the states in the memory, whose number graphs would depend on.
+    memory = known(cache, index).memories.get(scope.key, Memory())
+    return scope.acts_in_step(memory.ticks + 1 - FIRST, n_new)
 
 
 def _entered_eagerly(

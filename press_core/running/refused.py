@@ -1,4 +1,7 @@
-"""Ways of running a model in which tokens cannot be evicted: each raises an error with advice."""
+"""Ways of running a model in which tokens cannot be evicted.
+
+All but the drafts of `is_early_exit`, which scopes leave alone, raise an error with advice.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,15 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
     )
 
 
-def refuse_early_exit(scope: ScopeState, forward: Forward) -> None:
-    """Raise if an early-exit draft makes the press rerun a context on the first layers only."""
-    if torch.compiler.is_compiling() or not forward.is_context:
-        return
+def is_early_exit() -> bool:
+    """Whether scopes take no part: assistant_early_exit drafts with the first layers only.
+
+    Drafts have a cache of their own, and the whole model checks them.
+    """
+    if torch.compiler.is_compiling():
+        return False
     frame = innermost_frame("transformers.generation.candidate_generator", ("get_candidates",))
-    drafts = frame is not None and hasattr(frame.f_locals["self"], "assistant_early_exit")
-    if drafts and scope.traits.phases & Phase.AFTER_DECODER:
-        raise UnsupportedInputError(
-            f"{type(scope.press).__name__} runs a context again through all layers, but "
-            "assistant_early_exit drafts with the first ones only; leave assistant_early_exit out"
-        )
+    return frame is not None and hasattr(frame.f_locals["self"], "assistant_early_exit")
 
 
 def refuse_vmap(scope: ScopeState, forward: Forward) -> None:
