@@ -176,9 +176,10 @@ def _compressed(method: Callable[..., Any], call: AttentionCall) -> Any:
     hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
     if hidden is None:
         return kept
-    mask = torch.ones(call.keys.shape[:3], dtype=torch.bool, device=call.keys.device)
+    eviction = Eviction.of(call, kept)
+    mask = torch.ones_like(eviction.known_kept, dtype=torch.bool)
     mask[hidden] = False
-    return Eviction.keep_per_head(call, mask)
+    return replace(eviction, head_mask=mask)
 
 
 def _scored(method: Callable[..., Any], call: AttentionCall) -> Any:
@@ -248,7 +249,9 @@ def call_of(
         return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=passed)
     assert isinstance(call, AttentionCall)
     if keys.shape == call.keys.shape:
-        return call.replace(keys=keys, values=values)
+        is_whole = hidden_states.shape == call.hidden_states.shape  # see `_scored`
+        seen = hidden_states if is_whole else call.hidden_states
+        return call.replace(hidden_states=seen, keys=keys, values=values, attentions=attentions)
     # These are some of the keys, and it is not known which.
     at = Positions(call.at.embeddings, call.at.ids)
     states: dict[str, Any] = {"hidden_states": hidden_states, "keys": keys, "values": values}

@@ -73,8 +73,9 @@ class Press:
 
     @property
     def phases(self) -> Phase:
+        """When its parts act; in chunks, after the last one: each prunes what others have left."""
         together = reduce(or_, (part.phases for part in self.parts), Phase.NEVER)
-        return together or Phase.PREFILL
+        return together & ~Phase.CHUNKS or Phase.PREFILL
 
     @property
     def row_by_row(self) -> bool:
@@ -120,7 +121,8 @@ class Press:
 
     def _named_parts(self) -> Iterator[tuple[str, Press]]:
         for name, value in vars(self).items():
-            for part in value if isinstance(value, (list, tuple)) else [value]:
+            values = list(value.values()) if isinstance(value, dict) else value
+            for part in values if isinstance(values, (list, tuple)) else [value]:
                 if isinstance(part, Press):
                     yield name, part
 
@@ -209,7 +211,7 @@ class Press:
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         """Whether to prune after `n_steps` decode steps, the last of which added `n_new` tokens."""
-        return True
+        return all(part.is_due(n_steps, n_new) for part in self.parts)
 
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
         """Whether to observe this decode step: pruning is due, or its states have to be buffered.

@@ -84,7 +84,7 @@ class Phase(Flag):
 def also_needs(cls: Any, more: Needs) -> None:
     """Add needs to those that a class of presses declares."""
     declared: Any = getattr_static(cls, "needs")
-    if isinstance(declared, Needs):
+    if isinstance(declared, property):
+        cls.needs = property(lambda self: declared.__get__(self) | more)
+    elif isinstance(declared, Needs):  # else the press is refused, as it is constructed
         cls.needs = declared | more
-    else:
-        cls.needs = property(lambda self: declared.fget(self) | more)

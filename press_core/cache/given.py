@@ -29,7 +29,7 @@ def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | N
     return None
 
 
-def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
+def check_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
     """Raise if a 2-d mask hides tokens seen before pruning, or if the model takes wrong columns.
 
     Args:
@@ -45,14 +45,8 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return
     n_columns = count + n_new
-    if count != n_seen and mask.shape[1] > n_columns and not bool(mask.all()):
-        raise UnsupportedInputError(
-            f"an attention_mask of {mask.shape[1]} columns hides padding from a cache whose keys "
-            f"were rotated to other positions, so that the model counts {n_columns} tokens; open "
-            "the scope of the press that rotated them, or pass the last columns, mask = "
-            f"attention_mask[:, -{n_columns}:], and the positions that they give for q new tokens, "
-            "(mask.cumsum(-1) - 1)[:, -q:]"
-        )
+    if count != n_seen:
+        _check_columns(mask, n_columns)
     hides = count == n_seen == mask.shape[1] - n_new and not bool(mask[:, : kept.n_seen].all())
     if hides and not kept.is_padded:
         raise UnsupportedInputError(
@@ -62,11 +56,43 @@ def check_given_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
         )
 
 
-def check_given_tokens(n_seen: int, count: int, n_new: int) -> None:
+def _check_columns(mask: Tensor, n_columns: int) -> None:
+    """Raise if a mask hides padding, and the model takes its first columns for all it counts."""
+    if mask.shape[1] > n_columns and not bool(mask.all()):
+        raise UnsupportedInputError(
+            f"an attention_mask of {mask.shape[1]} columns hides padding from a cache whose keys "
+            f"were rotated to other positions, so that the model counts {n_columns} tokens; pass "
+            f"the last columns, mask = attention_mask[:, -{n_columns}:], and the positions that "
+            "they give for q new tokens, (mask.cumsum(-1) - 1)[:, -q:]"
+        )
+
+
+def check_positions(count: int, n_new: int) -> None:
+    """Raise if the caller's positions count tokens that a layer does not, after rerotation.
+
+    `generate` takes them from the mask.
+
+    Args:
+        count, n_new: see `check_mask`.
+
+    Raises:
+        UnsupportedInputError: if so.
+    """
+    ids, n_columns = _of_caller("position_ids", sys._getframe(1)), count + n_new
+    if isinstance(ids, Tensor) and int(ids.max()) >= n_columns:
+        raise UnsupportedInputError(
+            f"position_ids up to {int(ids.max())} count evicted tokens, but the keys of this cache "
+            f"were rotated to other positions, and new tokens continue at {count}; keep the scope "
+            "of the press open, pass position_ids that begin there, or give generate the last "
+            f"{n_columns} tokens and columns of attention_mask"
+        )
+
+
+def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     """Raise if `generate` would take tokens for new that the layer may have seen.
 
     Args:
-        n_seen, count, n_new: see `check_given_mask`.
+        n_seen, count, n_new: see `check_mask`.
 
     Raises:
         UnsupportedInputError: if so.
@@ -77,10 +103,16 @@ def check_given_tokens(n_seen: int, count: int, n_new: int) -> None:
         return
     if count == n_seen:
         return
-    # transformers 5.2 always cuts the input; later releases only where they get all tokens.
-    if frame is None or not frame.f_locals.get("next_sequence_length", True):
+    if frame is None:
         return
-    given = int(frame.f_locals["input_ids"].shape[1])
+    known = frame.f_locals
+    inputs = known["input_ids"], known["model_kwargs"].get("inputs_embeds")
+    given, mask = max(int(x.shape[1]) for x in inputs if x is not None), known.get("attention_mask")
+    if known["generation_config"].prefill_chunk_size and isinstance(mask, Tensor):
+        _check_columns(mask, count + given)  # chunks get the first columns of it
+    # transformers 5.2 always cuts the input; later releases only where they get all tokens.
+    if not known.get("next_sequence_length", True):
+        return
     if given <= n_seen:
         return
     raise UnsupportedInputError(
@@ -112,7 +144,7 @@ def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
     Raises:
         UnsupportedInputError: if so.
     """
-    mask = _mask_of_caller(sys._getframe(1))
+    mask = _of_caller("attention_mask", sys._getframe(1))
     if (
         isinstance(mask, Tensor)
         and mask.dim() == 4
@@ -126,7 +158,7 @@ def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
         )
 
 
-def check_given_states(layer: Any, name: str, states: Tensor) -> None:
+def check_states(layer: Any, name: str, states: Tensor) -> None:
     """Raise if other `keys` or `values` are assigned to a pruned layer than tokens taken back.
 
     Raises:
@@ -148,9 +180,9 @@ def is_cropped_before(layer: Any) -> bool:
     return any(length != int(layer.get_seq_length()) for length in lengths)
 
 
-def _mask_of_caller(frame: FrameType | None) -> Any:
+def _of_caller(name: str, frame: FrameType | None) -> Any:
     for _ in range(8):
-        if frame is None or "attention_mask" in frame.f_locals:
+        if frame is None or name in frame.f_locals:
             break
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("attention_mask")
+    return None if frame is None else frame.f_locals.get(name)

@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from press_core.cache.given import (
-    check_given_mask,
-    check_given_states,
-    check_given_tokens,
-    check_mask_in_use,
-    is_cropped_before,
-)
+from press_core.cache import given
 from press_core.cache.memory import Key, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
@@ -34,7 +28,7 @@ CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).paramet
 
 def _of_inner(name: str) -> Any:
     def assign(layer: Any, states: Tensor) -> None:
-        check_given_states(layer, name, states)
+        given.check_states(layer, name, states)
         setattr(layer.inner, name, states)
 
     return property(lambda layer: getattr(layer.inner, name), assign)
@@ -309,9 +303,12 @@ class PrunedLayer(DynamicLayer):
         harmless = ReadingNeeds.MASK_OF_MANY if is_unmasked else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
+        alone = current.forward is None and not torch.compiler.is_compiling()
+        if self.is_first and self.is_rerotated and alone:
+            given.check_positions(int(self.get_seq_length()), n_new)
         sized = helped or self.has_sized_mask or torch.compiler.is_compiling()
         if self.is_first and self.is_pruned and not sized:
-            check_mask_in_use(self.n_seen, self.n_slots, n_new)
+            given.check_mask_in_use(self.n_seen, self.n_slots, n_new)
         self.has_sized_mask = False
 
     def get_seq_length(self) -> Any:
@@ -324,9 +321,9 @@ class PrunedLayer(DynamicLayer):
         if self.is_pruned and not torch.compiler.is_compiling():
             count = self.get_seq_length()
             if current.forward is None and not self.needs & ReadingNeeds.ATTENTION:
-                check_given_mask(self.kept, self.n_seen, count, query_length)
+                given.check_mask(self.kept, self.n_seen, count, query_length)
             if query_length > 1:
-                check_given_tokens(self.n_seen, count, query_length)
+                given.check_tokens(self.n_seen, count, query_length)
         if current.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
@@ -346,7 +343,7 @@ class PrunedLayer(DynamicLayer):
         if not remove:
             return
         if remove > self.n_recent:
-            self.is_unusable |= is_cropped_before(self)
+            self.is_unusable |= given.is_cropped_before(self)
             raise UnsupportedCacheError(
                 f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
                 "pruning, and evicted tokens cannot be restored; crop no more than these, and open "

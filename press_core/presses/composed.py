@@ -342,7 +342,7 @@ class Block(Wrapper, BudgetPress):
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         tokens = torch.arange(call.length, device=call.keys.device).expand(call.keys.shape[:3])
         kept = tokens[..., :n]
-        for block in tokens[..., n:].split(self.block_size, dim=-1):
+        for block in tokens[..., n:].split(int(self.block_size), dim=-1):
             candidates = torch.cat((kept, block), dim=-1)
             kept = candidates[..., -n:]
             if self.is_long_enough(candidates.shape[-1]):  # else too few to score: keep the latest

@@ -96,9 +96,13 @@ class Finch(RatioPress):
             return _without_delimiter(given, delimiters, 0)
         seen = max(int(getattr(x, "n_seen", 0) or x.get_seq_length()) for x in cache.layers)
         counted = seen + forward.n_tokens + 1
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == counted:
-            # The caller's mask still has a column for the delimiter; drop any visible column.
-            return _without_delimiter(given, mask.int().argmax(dim=-1), seen + 1)
+        ids = given.get("position_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if mask.shape[1] == counted:
+                # The caller's mask still has a column for the delimiter; drop any visible column.
+                return _without_delimiter(given, mask.int().argmax(dim=-1), seen + 1)
+        elif ids is not None and int(ids.max()) == counted - 1:  # without padding
+            return given.replace(position_ids=ids - 1)
         return given
 
     def _delimiters(self, ids: Tensor, mask: Any) -> Tensor:
