@@ -2,9 +2,11 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import DynamicCache
 
 import hooks_impl
@@ -36,33 +38,7 @@ PADDING = [0, 13, 30]
 
 # ---- every press, and some of presses ------------------------------------------------------------
 
-EXTRA = {
-    "composed with turned keys": lambda p: p.ComposedPress(
-        [p.KnormPress(0.3), p.KeyRerotationPress(p.KnormPress(0.3)), p.KeyDiffPress(0.3)]
-    ),
-    "composed, then by head": lambda p: p.ComposedPress(
-        [p.KnormPress(0.3), p.AdaKVPress(p.KnormPress(0.5))]
-    ),
-    "rerotated rows of different lengths": lambda p: p.KeyRerotationPress(
-        p.SimLayerKVPress(0.35, n_recent=9, n_initial=2)
-    ),
-    "other ratios of layers": lambda p: p.PerLayerCompressionPress(
-        p.ExpectedAttentionPress(n_future_positions=9), [0.7, 0.3]
-    ),
-    "channels freed": lambda p: p.ThinKPress(0.5, window_size=8, free_memory=True),
-    "streaming, rerotated": lambda p: p.StreamingLLMDecodingPress(16, 3, rerotate=True),
-    "decoding by expected queries": lambda p: p.DecodingPress(
-        p.ExpectedAttentionPress(n_future_positions=8, n_sink=1), 3, 16, 2
-    ),
-    "decoding in groups of tokens": lambda p: p.DecodingPress(
-        p.LagKVPress(lag_size=3, n_sink=2), 3, 16
-    ),
-    "both phases, rerotated": lambda p: p.PrefillDecodingPress(
-        p.KeyRerotationPress(p.SnapKVPress(0.5, window_size=4)),
-        p.DecodingPress(p.ObservedAttentionPress(), 3, 16),
-    ),
-    "dms, for the prefill": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=6),
-}
+EXTRA = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text("utf-8"))
 OPTIONS = {
     "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
     "KVComposePress, by head": ("KVComposePress", {"structured": False}),
@@ -86,7 +62,7 @@ prefilling_ways = pytest.mark.parametrize(
 
 def press_of(package, name, model):
     if name in EXTRA:
-        return EXTRA[name](package)
+        return eval(EXTRA[name], dict(package.PRESSES))
     made_of, fields = OPTIONS.get(name, (name, {}))
     return replace(example_for(package, made_of, 0.5, model), **fields)
 
@@ -149,6 +125,18 @@ def test_generate_in_a_padded_batch_is_what_forwards_of_each_row_are(package, na
                 by_hand.append(int(new))
             assert batch[row, -5:].tolist() == by_hand
     assert repr(press) == before
+
+
+@pytest.mark.parametrize("rerotate_keys", [True, False])
+def test_generate_counts_no_delimiter(package, rerotate_keys):
+    model, new, cache = make(), context_for("FinchPress", LENGTH), DynamicCache()
+    press = replace(press_of(package, "FinchPress", model), rerotate_keys=rerotate_keys)
+    told = {"return_dict_in_generate": True, "output_logits": True}
+    with press(model):
+        for logits in model.generate(new, max_new_tokens=5, **told, **GREEDY).logits:
+            expected = model(new, past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(logits, expected.float(), rtol=0, atol=1e-5)
+            new = expected.argmax(dim=-1, keepdim=True)
 
 
 @every_kind

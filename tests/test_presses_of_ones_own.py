@@ -19,7 +19,7 @@ from press_core import (
     UnsupportedInputError,
     kept_lengths,
 )
-from tests.support import both, build, example_for, filled, token_ids
+from tests.support import both, build, example_for, filled, held, ran, token_ids
 
 
 def lengths(press, model=None, n=40):
@@ -116,6 +116,36 @@ def test_scores_that_are_methods_of_other_kinds(kind):
     assert lengths(press(0.5)) == [[20, 20]] * 2
 
 
+@both
+def test_a_press_acts_as_often_as_its_parts(package):
+    class Around(package.BasePress):
+        def __init__(self, inner):
+            self.by_name = {"inner": inner}
+
+        def compress(self, *given):
+            return self.by_name["inner"].compress(*given)
+
+    inner, found = package.DecodingPress(package.KnormPress(), 3, target_size=12), []
+    for press in (inner, Around(inner)):
+        cache, _ = ran(build("llama"), press, [token_ids(1, 20), *token_ids(4, 1).split(1)])
+        found.append(held(cache))
+    assert found[0] == found[1]
+    assert len(found[0][0][0][0]) == 13
+
+
+def test_attention_that_a_subclass_gives_to_score_is_scored():
+    class Least(hooks_impl.ObservedAttentionPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return super().score(module, hidden_states, keys, values, -attentions, kwargs)
+
+    model = build("llama", attn_implementation="eager")
+    most, least = (
+        held(filled(model, press(0.5), token_ids(1, 20), output_attentions=True))[0][0][0]
+        for press in (hooks_impl.ObservedAttentionPress, Least)
+    )
+    assert sorted(most + least) == list(range(20))
+
+
 # ---- ways to evict -------------------------------------------------------------------------------
 
 
@@ -138,6 +168,13 @@ def test_keys_that_are_masked_are_evicted_or_it_is_refused():
 
     declared = type("Declared", (Masking,), {"evicts": Evicts.PER_HEAD})
     assert lengths(declared(), model) == [[30, 30]] * 2
+
+    def cut(self, module, hidden_states, keys, values, attentions, kwargs):
+        kept = Masking.compress(self, module, hidden_states, keys, values, attentions, kwargs)
+        return tuple(states[:, :, :35] for states in kept)
+
+    with pytest.raises(PressError, match="which tokens it kept"):
+        lengths(type("Cut", (declared,), {"compress": cut})(), model)
     assert not any("masked_key_indices" in vars(module) for module in model.modules())
 
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from attention_patch import headwise
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
@@ -59,6 +59,34 @@ def test_a_function_compiled_or_traced_is_pruned_by_one_press_after_the_other(pa
             assert kept.float().mean() == (LENGTH if press is None else LENGTH // 2) + 1
             assert (kept.unique().numel() > 1) == (name == "AdaKVPress")
         torch.testing.assert_close(*logits)
+
+
+@both
+@pytest.mark.usefixtures("no_graphs_after")
+def test_a_compiled_model_is_pruned_in_chunks_and_after_a_reset(package):
+    model, ids = build("llama", num_layers=1), token_ids(1, 40)
+    chunked, again = DynamicCache(), StaticCache(config=model.config, max_cache_len=48)
+    model(ids, past_key_values=again)
+    again.reset()
+    model.compile(backend="eager")
+    with package.KnormPress(0.5)(model):
+        prefill(model, ids, chunked, 16)
+        model(ids, past_key_values=again)
+    assert [kept_lengths(cache)[0].tolist() for cache in (chunked, again)] == [[[20, 20]]] * 2
+
+
+@both
+@pytest.mark.usefixtures("no_graphs_after")
+def test_graphs_do_not_depend_on_what_is_buffered(package):
+    model, graphs, logits = build("llama", num_layers=1), [], []
+    compiled = torch.compile(model.forward, backend=lambda graph, _: graphs.append(graph) or graph)
+    press = package.DecodingPress(package.SnapKVPress(window_size=4), 8, target_size=16)
+    with torch.no_grad(), press(model):
+        for step in (model, compiled):
+            cache, new = filled(model, None, token_ids(1, 20)), token_ids(12, 1).split(1)
+            logits.append(torch.cat([step(ids, past_key_values=cache).logits for ids in new]))
+    assert torch.equal(*logits)
+    assert len(graphs) <= 2
 
 
 # ---- in chunks -----------------------------------------------------------------------------------
@@ -122,6 +150,10 @@ def test_block_by_block_holds_the_budget_and_a_chunk(package):
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 4 + 3] * 2
     whole = filled(model, press, ids)
     assert torch.equal(cache.layers[0].positions, whole.layers[0].positions)
+    around, chunked = package.KeyRerotationPress(press), DynamicCache(config=model.config)
+    with around(model):
+        prefill(model, ids, chunked, 10)
+    assert held(chunked) == held(filled(model, around, ids))
 
 
 @pytest.mark.filterwarnings("error:.*nothing was pruned")
@@ -186,18 +218,16 @@ def test_draft_tokens_are_refused_by_presses_that_act_while_decoding(package, na
 
 @pytest.mark.skipif(IS_5_2, reason="assistant_early_exit of transformers 5.2 raises by itself")
 @both
-@pytest.mark.parametrize("name", ["KVzipPress", "KVComposePress"])
-@pytest.mark.parametrize("comes_first", [False, True])
-def test_presses_that_run_a_context_again_refuse_drafts_of_the_first_layers(
-    package, name, comes_first
-):
-    model, ids, cache = make(), token_ids(1, LENGTH), DynamicCache()
+@pytest.mark.parametrize("name", ["KVzipPress", "AdaKVPress"])
+def test_drafts_of_the_first_layers_are_left_alone(package, name):
+    model, ids, found = make(), token_ids(1, LENGTH), []
     with example_for(package, name, 0.5, model)(model):
-        if comes_first:
+        for more in ({}, {"assistant_early_exit": 1}):
+            cache = DynamicCache()
             model(ids[:, :-1], past_key_values=cache)
-        given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
-        with pytest.raises(UnsupportedInputError, match="assistant_early_exit"):
-            model.generate(ids, assistant_early_exit=1, **given)
+            given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
+            found.append(model.generate(ids[:, -1:], **given, **more).tolist())
+    assert found[0] == found[1]
 
 
 def test_what_is_cropped_was_never_there(package):
@@ -326,6 +356,12 @@ def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package
 
     with pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]"):
         asked(attention_mask=mask)
+    with pytest.raises(UnsupportedInputError, match="continue at 30"):
+        asked(position_ids=torch.arange(LENGTH, LENGTH + QUESTION)[None])
+    chunks = pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]")
+    with press(model), chunks:
+        given = {"past_key_values": copy.deepcopy(cache), "prefill_chunk_size": 3}
+        model.generate(question, attention_mask=mask, **given, **GREEDY)
     assert torch.equal(asked(attention_mask=torch.ones_like(mask)), asked())
     last = mask[:, -38:]
     found = asked(attention_mask=last, position_ids=positions_in(last, QUESTION))
@@ -354,16 +390,12 @@ def test_generate_goes_on_from_rerotated_keys(package, inside):
     options = {"max_new_tokens": 4, **GREEDY}
     cache = filled(model, press, context)
     with press(model) if inside else nullcontext():
-        with pytest.raises(UnsupportedInputError, match="first 30"):
-            model.generate(
-                ids, attention_mask=mask, past_key_values=copy.deepcopy(cache), **options
-            )
-        found = model.generate(
-            ids[:, 30:],
-            attention_mask=mask[:, 30:],
-            past_key_values=copy.deepcopy(cache),
-            **options,
-        )
+        for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+            given |= {"attention_mask": mask, "past_key_values": copy.deepcopy(cache)}
+            with pytest.raises(UnsupportedInputError, match="first 30"):
+                model.generate(**given, **options)
+        given = {"attention_mask": mask[:, 30:], "past_key_values": copy.deepcopy(cache)}
+        found = model.generate(ids[:, 30:], **given, **options)
     for row, n in enumerate(UNEVEN):
         alone = copy.deepcopy(cache)
         alone.batch_select_indices(torch.tensor([row]))

@@ -3,10 +3,12 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -80,48 +82,14 @@ def test_what_presses_of_presses_keep(package, family, name):
         assert kept == choices(states, choose)
 
 
-PAIRS = {
-    "knorm, expected": lambda p: (
-        p.KnormPress(0.4),
-        p.ExpectedAttentionPress(0.5, n_future_positions=16),
-    ),
-    "streaming, observed": lambda p: (p.StreamingLLMPress(0.4), p.ObservedAttentionPress(0.5)),
-    "chunkkv, keydiff": lambda p: (
-        p.ChunkKVPress(p.KnormPress(0.4), chunk_length=7),
-        p.KeyDiffPress(0.5),
-    ),
-    "knorm, chunk": lambda p: (
-        p.KnormPress(0.4),
-        p.ChunkPress(p.SnapKVPress(0.5, window_size=4), chunk_length=10),
-    ),
-    "rerotation, snapkv": lambda p: (
-        p.KeyRerotationPress(p.KeyDiffPress(0.4)),
-        p.SnapKVPress(0.5, window_size=6),
-    ),
-    "knorm, rerotation": lambda p: (p.KnormPress(0.4), p.KeyRerotationPress(p.KeyDiffPress(0.5))),
-    "knorm, rerotated queries": lambda p: (
-        p.KnormPress(0.4),
-        p.KeyRerotationPress(p.TOVAPress(0.5)),
-    ),
-    "think, knorm": lambda p: (p.ThinKPress(0.4, window_size=8), p.KnormPress(0.5)),
-    "knorm, think": lambda p: (p.KnormPress(0.4), p.ThinKPress(0.4, window_size=8)),
-    "critical, block": lambda p: (
-        p.CriticalKVPress(p.KnormPress(0.4)),
-        p.BlockPress(p.KeyDiffPress(0.5), block_size=8),
-    ),
-    "pyramid, simlayer": lambda p: (
-        p.PyramidKVPress(0.4, window_size=4),
-        p.SimLayerKVPress(0.0, n_recent=9, n_initial=2),
-    ),
-    "knorm, adakv": lambda p: (p.KnormPress(0.3), p.AdaKVPress(p.KeyDiffPress(0.5))),
-}
+PAIRS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name):
     """However deep they are composed, and of padded rows; of scopes the inner one acts first."""
     model, question = make(), token_ids(2, 3, seed=1)
-    first, second = PAIRS[name](package)
+    first, second = (eval(text, dict(package.PRESSES)) for text in PAIRS[name])
     ids, mask, positions = left_padded(2, LENGTH, [11, 0])
     more, found = torch.cat((mask, torch.ones_like(question)), dim=1), []
     for scopes in (

@@ -158,6 +158,8 @@ def test_the_slowest_is_told():
         found = EXPERIMENT.findings({"overhead": told().assign(**slow)})
         verdicts = {finding.name: finding.verdict for finding in found}
         assert verdicts["decode"] == verdicts["compiled"] == "costs"
+    another = told().assign(high=told()["model"].map({"2 layers": 1.05}))  # not the slowest
+    assert EXPERIMENT.findings({"overhead": another})[0].verdict == "costs"
     eager, compiled = EXPERIMENT.contrasts({"overhead": told()})
     assert eager.bars == pytest.approx({"hooks": 1.03, "patches": 1.031, "kvpress": 1.033})
     assert compiled.bars == pytest.approx({"hooks": 1.04, "patches": 1.041, "kvpress": 1.043})

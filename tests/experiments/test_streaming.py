@@ -215,6 +215,19 @@ def test_a_difference_within_its_interval_is_undecided():
     assert alone.verdict is None
 
 
+def test_neighbouring_stretches_count_as_one():
+    def interval(losses):
+        rows = [
+            cache._asdict() | {"first": first, "capacity": 0, "loss": loss}
+            for cache, factor in ((WINDOW, 1), (RECOMPUTED, 0))
+            for first, loss in enumerate(factor * losses, start=1)
+        ]
+        return streaming.lost(pd.DataFrame(rows), WINDOW)
+
+    losses = np.random.default_rng(0).normal(size=12)
+    assert interval(losses.repeat(10)) == pytest.approx(interval(losses))
+
+
 def test_a_model_that_guesses_has_nothing_to_lose():
     (found,) = streaming.find_sinks(made_up().assign(guessing=2.1))
     assert "uniform guess" in found.text

@@ -18,12 +18,14 @@ import statistics
 import sys
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
+import yaml
 
 import hooks_impl
 from experiments.framework.intervals import LEAST, median_of
@@ -41,7 +43,6 @@ ROUNDS, SECONDS = 9, 1.5
 DECODED = 16
 """Tokens decoded with `HEADWISE` presses."""
 
-SNAP, ONCE = "SnapKVPress(0.5)", "KnormPress(), compression_interval=4"
 NOT_TIMED = {
     "KVComposePress": "has the model read the whole context again, and the stand-in reads nothing",
     "KVgradPress": "asks for gradients, and the stand-in computes nothing",
@@ -55,36 +56,8 @@ TIMED = {
     for name in hooks_impl.PRESSES
     if name not in NOT_TIMED and name not in NOT_IN_KVPRESS
 }
-TIMED |= {
-    press.partition("(")[0]: press
-    for press in (
-        "ExpectedAttentionStatsPress(0.5, stats=STATS)",
-        "QFilterPress(0.5, filters=FILTERS)",
-        "KVzapPress(0.5, regressor=MLP)",
-        f"CriticalKVPress({SNAP})",
-        f"ComposedPress([{SNAP}, KnormPress(0.5)])",
-        f"KeyRerotationPress({SNAP})",
-        f"ChunkPress({SNAP})",
-        f"ChunkKVPress({SNAP})",
-        f"EntropyGatedChunkKVPress({SNAP})",
-        f"MergingPress({SNAP})",
-        "BlockPress(KeyDiffPress(0.5))",
-        f"PerLayerCompressionPress({SNAP}, [0.3, 0.7])",
-        f"AdaKVPress({SNAP})",
-        f"CriticalAdaKVPress({SNAP})",
-        "DMSPress(KnormPress(), threshold=-8.0)",
-        f"DecodingPress({ONCE}, target_size={LENGTH // 2})",
-        f"CAMPress({ONCE}, target_size={LENGTH // 2})",
-        f"CompressionRatioDecodingPress({ONCE})",
-        f"PrefillDecodingPress({SNAP}, DecodingPress({ONCE}, target_size={LENGTH // 4}))",
-        "SimLayerKVPress(lazy_threshold=0.0)",
-        "DuoAttentionPress(0.5, head_scores=HEAD_SCORES)",
-        "FastKVzipPress(0.5, gates=GATES)",
-        "LUKVPress(compression_ratio=0.5, curves=CURVES)",
-        "FinchPress(0.5, delimiter_token_id=DELIMITER)",
-        "KVzipPress(0.5, prompts=PROMPTS)",
-    )
-}
+ARGUMENTS = yaml.safe_load(Path(__file__).with_name("timed.yaml").read_text("utf-8"))
+TIMED |= {press.partition("(")[0]: press for press in ARGUMENTS}
 """By name: what is timed."""
 
 HEADWISE = (
