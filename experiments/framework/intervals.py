@@ -1,7 +1,7 @@
 """95% intervals: the bias-corrected and accelerated (BCa) bootstrap over independent units.
 
 A unit is a round of timing, in which every condition is timed, a context, whatever the number of
-questions about it, or a stretch of a text. Both ends of an interval are NaN if there are fewer than
+questions about it, or a part of a text. Both ends of an interval are NaN if there are fewer than
 `LEAST` units, or if all units are equal, because resampling them shows no variation.
 """
 

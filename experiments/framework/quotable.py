@@ -122,7 +122,7 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         "to questions that the press did not see, and saw; `pipeline` that through the pipeline "
         f"(mean of its tasks). {times}The logit error is the largest against the full cache. "
         f"{ON_FRONTIER} is on the Pareto frontier of the rows with bytes measured: none of these "
-        f"answers more unseen questions from as few bytes. {MISSING} means not measured."
+        f"answers more unseen questions, to 1%, from as few bytes. {MISSING} means not measured."
     )
     return ResultTable(note, ["press", "", "evicted", *rows.columns], shown, left=2)
 

@@ -279,12 +279,12 @@ class Overhead(Experiment[Options]):
     def findings(self, tables: Tables) -> list[Finding]:
         found = []
         for name, (query, sentence, need) in _FINDINGS.items():
-            for row in tables["overhead"].query(query).nlargest(1, "ratio").to_dict("records"):
+            rows = tables["overhead"].query(query)
+            for row in rows.nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
                 model = row["model"].removeprefix(timed_models.RANDOM)
                 text = sentence.format(times, f"({press_label(row['press'])}, {model})")
-                slowest = np.nanmax([row["ratio"], row["high"]])
-                works: Any = "works" if slowest < _NO_SLOWER else "costs"
+                works: Any = "works" if np.nanmax(rows[["ratio", "high"]]) < _NO_SLOWER else "costs"
                 found.append(Finding(name, text, need, works if need else None))
         return found
 

@@ -25,9 +25,8 @@ Both are 10th percentiles, which exclude interrupted forwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -39,7 +38,7 @@ from transformers import PreTrainedModel
 from experiments import UserError
 from experiments.framework import shared
 from experiments.framework.experiment import Claim, Evidence, Experiment, Finding, Tables
-from experiments.framework.intervals import METHOD, bracket, bracketed, mean_of, written
+from experiments.framework.intervals import METHOD, bracket, mean_interval, written
 from experiments.framework.options import Device, Dtype
 from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import GREEN, INK, MUTED, ORANGE, PURPLE, new_figure, style
@@ -55,6 +54,8 @@ BROKEN = 0.1
 """Nats per token above a recomputed window from which a stream counts as broken; its perplexity is
 then a tenth higher."""
 
+PARTS = 12
+"""Units of an interval: neighbouring stretches are not independent, as they see the same tokens."""
 
 COLOURS = {FULL: INK, WINDOW: ORANGE, SINKS: PURPLE, IN_CACHE: GREEN}
 """Colours of the streams in the figure."""
@@ -133,10 +134,11 @@ def evicting(streaming: pd.DataFrame) -> pd.DataFrame:
     return streaming[streaming["first"] > streaming["capacity"]]
 
 
-def lost(streaming: pd.DataFrame, cache: streams.Bound) -> dict[str, Any]:
-    """`above`, the nats per token above a recomputed window, as a mean over the stretches after the
-    first eviction, and its interval (`low`, `high`)."""
-    return mean_of("above", evicting(rows_of(streaming, cache))["above"].dropna())
+def lost(streaming: pd.DataFrame, cache: streams.Bound) -> tuple[float, float, float]:
+    """The nats per token above a recomputed window, as a mean over the stretches after the first
+    eviction, and both ends of its interval over `PARTS` of them."""
+    above = evicting(rows_of(streaming, cache))["above"].dropna()
+    return above.mean(), *mean_interval(above, np.arange(len(above)) * PARTS // len(above))
 
 
 def slowdown(rows: pd.DataFrame) -> float:
@@ -171,7 +173,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     known = {"n_sink": streaming["n_sink"].iloc[0], "tokens": streaming["end"].max()}
     found = []
     for cache, name in _SINKS.items():
-        above, low, high = itemgetter("above", "low", "high")(lost(streaming, cache))
+        above, low, high = lost(streaming, cache)
         verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{written(above, '+.3f')}**{bracket(low, high, '+.3f')}"
         found.append(_finding(name, verdict, verb=_VERBS[verdict], nats=nats, **known))
@@ -253,18 +255,17 @@ class Streaming(Experiment[Options]):
     def views(self, tables: Tables) -> list[ResultTable]:
         streaming, first = tables["streaming"], tables["streaming"].iloc[0]
         recomputed = evicting(rows_of(streaming, RECOMPUTED))["loss"].mean()
-        end = rows_of(streaming, FULL)["end"].max()
         note = (
-            f"{first['model']}, {streaming['end'].max():,} tokens one by one ({end:,} of them with "
-            f"the full cache); bounded caches hold {first['capacity']}. Nats per token above a "
-            f"recomputed window's {recomputed:.3f} (more than {BROKEN}: the cache breaks), with "
-            f"{METHOD} over stretches; KiB held at the end; time per token in the last quarter of "
-            "the stream over that in its second quarter:"
+            f"{first['model']}, {streaming['end'].max():,} tokens one by one "
+            f"({rows_of(streaming, FULL)['end'].max():,} with the full cache); bounded ones hold "
+            f"{first['capacity']}. Nats per token above a recomputed window's {recomputed:.3f} "
+            f"(more than {BROKEN}: the cache breaks), with {METHOD} over twelfths of the text; KiB "
+            "held at the end; time per token in the last quarter over that in the second:"
         )
         rows = []
         for cache in STREAMED:
-            own, above = rows_of(streaming, cache), lost(streaming, cache)
-            nats = "" if np.isnan(above["above"]) else bracketed(above, "above", "+.3f")
+            own, (above, low, high) = rows_of(streaming, cache), lost(streaming, cache)
+            nats = written(above, "+.3f").replace("+nan", "") + bracket(low, high, "+.3f")
             pace = f"{slowdown(own):.2f}".replace("nan", "")
             rows.append([str(cache), nats, f"{own['bytes'].iloc[-1] / 2**10:,.0f}", pace])
         return [ResultTable(note, ["cache", "above recomputed", "KiB", "last / second"], rows)]

@@ -34,7 +34,7 @@ def command(
 
     sink: stdlib-neox-sink, which is stdlib-neox trained further to have an attention sink.
 
-    fitted: the learned parameters of KVzapPress and other presses for facts-llama; two minutes.
+    fitted: the learned parameters of KVzapPress and other presses for facts-llama; twelve minutes.
     """
     train = import_module(f"{__name__}.{what}").train
     if what == "fitted":
