@@ -19,7 +19,14 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core import running
-from press_core.cache.caches import are_special, check_prunable, is_empty, known, pruned_layers
+from press_core.cache.caches import (
+    are_special,
+    check_prunable,
+    is_empty,
+    known,
+    pruned_layers,
+    put_back_reset,
+)
 from press_core.cache.memory import FIRST
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
@@ -124,6 +131,8 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         scope.tally.n_forwards += 1
     if not forward.entered:
         forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
+        if forward.is_context:
+            put_back_reset(forward.cache)
     current.forward = forward
     forward.entered.append(scope)
     if scope.traits.phases & Phase.BEFORE_DECODER:

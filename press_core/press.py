@@ -211,7 +211,8 @@ class Press:
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         """Whether to prune after `n_steps` decode steps, the last of which added `n_new` tokens."""
-        return all(part.is_due(n_steps, n_new) for part in self.parts)
+        decoding = (part for part in self.parts if part.phases & Phase.DECODING)
+        return all(part.is_due(n_steps, n_new) for part in decoding)
 
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
         """Whether to observe this decode step: pruning is due, or its states have to be buffered.

@@ -79,6 +79,14 @@ def may_be_empty(cache: Any, layer_idx: int) -> bool:
     return kind_of(layer) is not None and isinstance(layer.get_seq_length(), Tensor)
 
 
+def put_back_reset(cache: Any) -> None:
+    """Replace pruned layers that were reset by the layers in them, which are as new."""
+    layers = getattr(cache, "layers", [])
+    for index, layer in enumerate(layers):
+        if isinstance(layer, PrunedLayer) and not layer.is_initialized and "inner" in vars(layer):
+            layers[index] = layer.inner
+
+
 def mask_layer(cache: Cache) -> Any:
     """The layer for whose length the model builds its one mask: the first that does not slide."""
     return next(
@@ -133,7 +141,9 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
         check_rows(cache)
     alone = DynamicCache()
     for layer in cache.layers:
-        if type(layer) is DynamicLayer:
+        if not layer.is_initialized:  # of a cross-attention without images
+            own = layer
+        elif type(layer) is DynamicLayer:
             states = (layer.keys[row : row + 1], layer.values[row : row + 1])
             keys, values = (x if slots is None else x.index_select(2, slots) for x in states)
             own = PrunedLayer(DynamicLayer()).holding(keys, values).inner

@@ -119,20 +119,13 @@ class Memory:
         """Values of the first `n` slots; zeros for slots appended since the last update."""
         return {name: pad(x, (0, n - x.shape[-1])) for name, x in self.slots.items()}
 
-    def without_last(self, n: int, n_slots: int) -> Memory:
-        """The memory after the last `n` tokens were removed, counted as one forward each.
-
-        Args:
-            n_slots: slots of the layer after that.
-        """
+    def without_last(self, n: int) -> Memory:
+        """The memory after the last `n` tokens were removed, counted as one forward each."""
         ticks, all_ticks = (max(FIRST, x - n) for x in (self.ticks, self.all_ticks))
         steps = self.steps
         while n and steps:
             *before, last = steps
             left = [last.cut(0, last.n - n)] if last.n > n else []
             n, steps = max(0, n - last.n), (*before, *left)
-        slots = {name: x[..., :n_slots] for name, x in self.slots.items()}
         n_known = sum([step.n for step in steps])
-        return replace(
-            self, ticks=ticks, all_ticks=all_ticks, steps=steps, slots=slots, n_known=n_known
-        )
+        return replace(self, ticks=ticks, all_ticks=all_ticks, steps=steps, n_known=n_known)

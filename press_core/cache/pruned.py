@@ -342,17 +342,18 @@ class PrunedLayer(DynamicLayer):
         remove = max(0, self.get_seq_length() - tokens) if to_length else -tokens
         if not remove:
             return
-        if remove > self.n_recent:
+        counted = [x for memory in self.memories.values() for x in memory.slots.values()]
+        n_free = min([self.n_recent, *[self.n_slots - x.shape[-1] for x in counted]])
+        if remove > n_free:
             self.is_unusable |= given.is_cropped_before(self)
             raise UnsupportedCacheError(
-                f"cannot crop {remove} tokens off a pruned layer: {self.n_recent} came after the "
-                "pruning, and evicted tokens cannot be restored; crop no more than these, and open "
-                "no scope on the assistant of speculative decoding, whose cache is cropped"
+                f"cannot crop {remove} tokens off a pruned layer: {n_free} came after the pruning "
+                "and were not counted by a press that adds attention up, and what these have done "
+                "cannot be undone; crop no more than these, and open no scope on the assistant of "
+                "speculative decoding, whose cache is cropped"
             )
         self.drop_last(remove)
-        self.memories = {
-            key: memory.without_last(remove, self.n_slots) for key, memory in self.memories.items()
-        }
+        self.memories = {key: memory.without_last(remove) for key, memory in self.memories.items()}
 
     def drop_last(self, n: int) -> None:
         """Remove the last `n` tokens of every head."""

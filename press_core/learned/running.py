@@ -24,6 +24,8 @@ Batch = Tensor | Mapping[str, Tensor]
 
 def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> None:
     """Run `model`, without its language-model head, on all batches in the scope of `collector`."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise CalibrationError(f"{type(model).__name__} has an encoder; pass a decoder-only model")
     body = getattr(model, "base_model", model)
     with collector(model), torch.no_grad():
         for ids in rows_alone(token_batches):

@@ -113,6 +113,10 @@ class Rotary:
         """
         positions = start + torch.arange(n_positions, device=like.device)
         cos, sin = self.embeddings(like, positions)
+        if not torch.equal(cos[:, :1], self.embeddings(like, positions[:, :1])[0]):
+            # The largest position sets the frequencies: each would be alone in a forward.
+            alone = [self.embeddings(like, position) for position in positions.split(1, dim=1)]
+            cos, sin = (torch.cat(parts, dim=1) for parts in zip(*alone, strict=True))
         cos, sin = cos.mean(dim=1, keepdim=True), sin.mean(dim=1, keepdim=True)
         d = like.shape[-1]
         identity = torch.eye(d, device=like.device, dtype=like.dtype).expand(len(start), 1, d, d)
@@ -174,12 +178,14 @@ def alike(made: Tensor, given: Tensor) -> Tensor:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy with the same tensors, which can replace its buffers without changing `module`."""
+    """A copy with the same parameters, whose buffers can change without those of `module`."""
     if next(module.children(), None) is not None:
         return copy.deepcopy(module)
     twin = object.__new__(type(module))  # deepcopy would also copy its config
     own = vars(module).items()
     vars(twin).update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in own})
+    buffers = twin._buffers.items()
+    twin._buffers = {k: None if v is None else v.clone() for k, v in buffers}
     return twin
 
 

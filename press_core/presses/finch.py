@@ -101,8 +101,8 @@ class Finch(RatioPress):
             if mask.shape[1] == counted:
                 # The caller's mask still has a column for the delimiter; drop any visible column.
                 return _without_delimiter(given, mask.int().argmax(dim=-1), seen + 1)
-        elif ids is not None and int(ids.max()) == counted - 1:  # without padding
-            return given.replace(position_ids=ids - 1)
+        elif ids is not None:  # without padding
+            return given.replace(position_ids=ids - (ids.max() == counted - 1).to(ids))
         return given
 
     def _delimiters(self, ids: Tensor, mask: Any) -> Tensor:

@@ -146,11 +146,15 @@ class StreamingLLMDecoding(MeasuredPress):
         call, n_sink = eviction.call, self.n_sink
         rotary, positions = call.site.rotary, call.key_positions()
         assert rotary is not None
-        fresh = rotary.rotate_from(call.keys[:, :, :n_sink], positions[..., :n_sink].clamp(min=0))
-        sinks = torch.where(sinks.isnan(), fresh, sinks)
-        begin = (positions[..., -1:] + 1 - self.max_capacity).clamp(min=0)
-        targets = begin + torch.arange(n_sink, device=sinks.device)
-        rotated = rotary.rotate_to(sinks, targets).to(eviction.keys.dtype)
+        # Rotated with the last key, whose position may set the frequencies of all (LongRoPE).
+        keys, last = call.keys[:, :, [*range(n_sink), -1]], positions[..., -1:]
+        at = torch.cat((positions[..., :n_sink].clamp(min=0), last), dim=-1)
+        fresh = rotary.rotate_from(keys, at)
+        sinks = torch.where(sinks.isnan(), fresh[:, :, :n_sink], sinks)
+        begin = (last + 1 - self.max_capacity).clamp(min=0)
+        targets = torch.cat((begin + torch.arange(n_sink, device=sinks.device), last), dim=-1)
+        rotated = rotary.rotate_to(torch.cat((sinks, fresh[:, :, n_sink:]), dim=2), targets)
+        rotated = rotated[:, :, :n_sink].to(eviction.keys.dtype)
         keys = torch.cat((rotated, eviction.keys[:, :, n_sink:]), dim=2)
         return replace(eviction, keys=keys, carried={SINKS: sinks})
 

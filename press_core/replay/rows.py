@@ -28,7 +28,11 @@ from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import require_readable, store_decisions
-from press_core.errors import UnsupportedCacheError
+from press_core.errors import (
+    UnsupportedCacheError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+)
 from press_core.eviction import Eviction
 from press_core.fields import count
 from press_core.forward import Arguments, Forward, cache_after, cache_of, with_cache
@@ -149,9 +153,23 @@ class ReplayPress(RatioPress, InstalledPress):
 
     # ---- around the decoder ----------------------------------------------------------------------
 
+    def post_init_from_model(self, model: Any) -> None:
+        super().post_init_from_model(model)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{type(self).__name__} runs the tokens of a context again, without the encoder; "
+                "use a press that does not replay"
+            )
+
     def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
         """Raise before the decoder runs over a context that cannot be replayed."""
         if self.compression_ratio and forward.is_context:
+            for name in ("encoder_hidden_states", "cross_attention_states"):
+                if forward.given.get(name) is not None:
+                    raise UnsupportedInputError(
+                        f"{type(self).__name__} runs the tokens of a context again, without the "
+                        f"{name} that the decoder was given; use a press that does not replay"
+                    )
             cache = cache_before(scope, forward)
             self._require_plain(scope, cache)
             if self._real_tokens(forward) is not None:
