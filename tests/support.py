@@ -8,9 +8,11 @@ from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,6 +34,11 @@ PLAIN = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
 """Of a process that compiles nothing: where hqq is installed, transformers loads the compiler."""
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def table_beside(path, name):
+    """What `name.yaml` holds, in the folder of the file `path`."""
+    return yaml.safe_load(Path(path).with_name(f"{name}.yaml").read_text("utf-8"))
 
 
 def build(family, **options):

@@ -1,12 +1,10 @@
 """What a press cannot do is a clear error, and leaves nothing behind."""
 
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-import yaml
 from torch import nn
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 
@@ -29,6 +27,7 @@ from tests.support import (
     example_for,
     filled,
     snapshot,
+    table_beside,
     token_ids,
 )
 
@@ -53,7 +52,7 @@ WITHIN = {
     "decoding": lambda p: p.DecodingPress(p.KnormPress()),
     "dms": lambda p: p.DMSPress(p.KnormPress(), 0.0),
 }
-REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+REFUSED = table_beside(__file__, "refusals")
 
 
 @both

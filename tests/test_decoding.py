@@ -1,21 +1,18 @@
 """Presses that act while decoding, against references that hold everything and forget nothing."""
 
-from pathlib import Path
-
 import numpy
 import pytest
 import torch
-import yaml
 from transformers import DynamicCache
 
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
 from tests.slow import Whole
-from tests.support import both, filled, forwards, held, left_padded, make, ran
+from tests.support import both, filled, forwards, held, left_padded, make, ran, table_beside
 
 # ---- at intervals --------------------------------------------------------------------------------
 
-LENGTHS = yaml.safe_load(Path(__file__).with_name("decoding.yaml").read_text("utf-8"))
+LENGTHS = table_beside(__file__, "decoding")
 
 
 @both
@@ -162,6 +159,22 @@ def test_a_row_that_begins_with_fewer_tokens_than_sinks(package):
                 output = model(ids[rows, begin:end], **given)
         logits.append(output.logits[:1])
     assert (logits[0] - logits[1]).abs().max() < 1e-6
+
+
+def test_sinks_are_rotated_by_the_frequencies_of_the_window(package):
+    """LongRoPE has others beyond the trained length; those of the model are left alone."""
+    scaled = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    scaled |= {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    model, (ids,) = make(num_layers=1), forwards([41])
+    model.config.rope_parameters = scaled
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    press = package.StreamingLLMDecodingPress(12, 2, rerotate=True)
+    found = ran(model, press, ids.split([40, 1], dim=1))[0].layers[0].keys[:, :, :2]
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    filled(model, package.KeyRerotationPress(package.KnormPress(0.5)), ids)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    moved = torch.cat((ids[:, :28], ids[:, :2], ids[:, 30:]), dim=1)
+    torch.testing.assert_close(found, filled(model, None, moved).layers[0].keys[:, :, 28:30])
 
 
 @pytest.mark.parametrize("n_padding", [1, 3])  # positions go on over one that is not counted

@@ -2,11 +2,9 @@
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import DynamicCache
 
 import hooks_impl
@@ -29,6 +27,7 @@ from tests.support import (
     held,
     left_padded,
     make,
+    table_beside,
     token_ids,
 )
 
@@ -38,7 +37,7 @@ PADDING = [0, 13, 30]
 
 # ---- every press, and some of presses ------------------------------------------------------------
 
-EXTRA = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text("utf-8"))
+EXTRA = table_beside(__file__, "kinds")
 OPTIONS = {
     "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
     "KVComposePress, by head": ("KVComposePress", {"structured": False}),

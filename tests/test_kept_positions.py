@@ -15,6 +15,7 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import (
     UnsupportedCacheError,
+    UnsupportedModelError,
     kept_lengths,
     kept_positions,
     load_cache,
@@ -168,6 +169,8 @@ def test_an_encoder_decoder_tells_of_its_decoder(package):
     positions = kept_positions(cache)
     assert [x.shape[-1] for x in positions] == [LENGTH // 2] * len(cache.self_attention_cache)
     assert all(map(torch.equal, positions, kept_positions(cache.self_attention_cache)))
+    with pytest.raises(UnsupportedModelError, match="without the encoder"):
+        example_for(package, "KVzipPress", 0.5, build("llama")).register(model)
 
 
 def test_layers_that_hold_nothing():

@@ -131,6 +131,7 @@ def test_a_press_acts_as_often_as_its_parts(package):
         found.append(held(cache))
     assert found[0] == found[1]
     assert len(found[0][0][0][0]) == 13
+    assert Around(package.PrefillDecodingPress(package.KnormPress())).is_due(1, 1)
 
 
 def test_attention_that_a_subclass_gives_to_score_is_scored():
@@ -169,9 +170,8 @@ def test_keys_that_are_masked_are_evicted_or_it_is_refused():
     declared = type("Declared", (Masking,), {"evicts": Evicts.PER_HEAD})
     assert lengths(declared(), model) == [[30, 30]] * 2
 
-    def cut(self, module, hidden_states, keys, values, attentions, kwargs):
-        kept = Masking.compress(self, module, hidden_states, keys, values, attentions, kwargs)
-        return tuple(states[:, :, :35] for states in kept)
+    def cut(self, *given):
+        return tuple(states[:, :, :35] for states in Masking.compress(self, *given))
 
     with pytest.raises(PressError, match="which tokens it kept"):
         lengths(type("Cut", (declared,), {"compress": cut})(), model)

@@ -44,6 +44,13 @@ def quantized(model, backend="quanto", nbits=4, **options):
     return QuantizedCache(backend, model.config, nbits=nbits, **options)
 
 
+def test_exact_keys_are_judged_after_a_reset_too(package, model):
+    press, again = package.KnormPress(0.5), quantized(model)
+    filled(model, press, token_ids(1, 30), again).reset()
+    ids = token_ids(1, LENGTH, seed=1)
+    assert held(filled(model, press, ids, again)) == held(filled(model, press, ids))
+
+
 def everything(layer):
     """All keys and values of a layer, as its next update would read them."""
     read = []

@@ -9,7 +9,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import hooks_impl
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
-from press_core import UnsupportedCacheError, kept_positions
+from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
 from press_core.running import static
 from tests.support import GREEDY, both, build, in_turn, left_padded, token_ids
 
@@ -174,6 +174,20 @@ def test_a_step_compiles_as_one_graph(package, name, is_static, masked, dynamic)
                 steps.append(step(ids[:, n : n + 1], **given).logits)
             logits.append(torch.cat(steps))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+@both
+@pytest.mark.usefixtures("no_graphs_after")
+def test_a_compiled_model_is_pruned_in_chunks_and_after_a_reset(package):
+    model, ids = build("llama", num_layers=1), token_ids(1, 40)
+    chunked, again = DynamicCache(), StaticCache(config=model.config, max_cache_len=48)
+    model(ids, past_key_values=again)
+    again.reset()
+    model.compile(backend="eager")
+    with package.KnormPress(0.5)(model):
+        prefill(model, ids, chunked, 16)
+        model(ids, past_key_values=again)
+    assert [kept_lengths(cache)[0].tolist() for cache in (chunked, again)] == [[[20, 20]]] * 2
 
 
 @pytest.mark.usefixtures("no_graphs_after")

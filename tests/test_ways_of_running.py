@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from attention_patch import headwise
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
@@ -63,30 +63,18 @@ def test_a_function_compiled_or_traced_is_pruned_by_one_press_after_the_other(pa
 
 @both
 @pytest.mark.usefixtures("no_graphs_after")
-def test_a_compiled_model_is_pruned_in_chunks_and_after_a_reset(package):
-    model, ids = build("llama", num_layers=1), token_ids(1, 40)
-    chunked, again = DynamicCache(), StaticCache(config=model.config, max_cache_len=48)
-    model(ids, past_key_values=again)
-    again.reset()
-    model.compile(backend="eager")
-    with package.KnormPress(0.5)(model):
-        prefill(model, ids, chunked, 16)
-        model(ids, past_key_values=again)
-    assert [kept_lengths(cache)[0].tolist() for cache in (chunked, again)] == [[[20, 20]]] * 2
-
-
-@both
-@pytest.mark.usefixtures("no_graphs_after")
-def test_graphs_do_not_depend_on_what_is_buffered(package):
+@pytest.mark.parametrize("name", ["buffers", "evicts in every step"])
+def test_steps_in_which_a_press_acts_leave_no_graphs(package, name):
     model, graphs, logits = build("llama", num_layers=1), [], []
     compiled = torch.compile(model.forward, backend=lambda graph, _: graphs.append(graph) or graph)
     press = package.DecodingPress(package.SnapKVPress(window_size=4), 8, target_size=16)
+    press = press if name == "buffers" else package.StreamingLLMDecodingPress(18)
     with torch.no_grad(), press(model):
         for step in (model, compiled):
             cache, new = filled(model, None, token_ids(1, 20)), token_ids(12, 1).split(1)
             logits.append(torch.cat([step(ids, past_key_values=cache).logits for ids in new]))
     assert torch.equal(*logits)
-    assert len(graphs) <= 2
+    assert len(graphs) <= 3
 
 
 # ---- in chunks -----------------------------------------------------------------------------------
@@ -248,6 +236,10 @@ def test_what_is_cropped_was_never_there(package):
                     take_back(cache, 1)
             assert press.compression_count == 2
     torch.testing.assert_close(logits[:12], logits[12:], rtol=0, atol=1e-9)
+    with package.H2OPress(0.5)(model):
+        cache = filled(model, None, context)
+        with pytest.raises(UnsupportedCacheError, match="adds attention up"):
+            take_back(cache, 1)
 
 
 @both

@@ -3,18 +3,16 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from press_core import ScopeError, UnsupportedInputError, attention_sites
 from tests.slow import INF, best, choices, cosines, norms, queries_and_keys, snapkv
-from tests.support import both, filled, held, left_padded, make, token_ids
+from tests.support import both, filled, held, left_padded, make, table_beside, token_ids
 from tests.twins import contents, same
 
 LENGTH = 60
@@ -82,7 +80,7 @@ def test_what_presses_of_presses_keep(package, family, name):
         assert kept == choices(states, choose)
 
 
-PAIRS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text("utf-8"))
+PAIRS = table_beside(__file__, "pairs")
 
 
 @pytest.mark.parametrize("name", PAIRS)

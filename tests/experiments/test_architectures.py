@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import transformers
-import yaml
 
 from experiments.framework.results import read_table
 from experiments.questions.architectures import (
@@ -33,11 +32,12 @@ from experiments.questions.architectures.cells import (
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
 from press_core import PressError, attention_sites
+from tests.support import table_beside
 
 KNOWN = decoders()
 RESULTS = Path(__file__).parents[2] / "results"
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
+REFUSED = table_beside(__file__, "refused")
 
 
 def some_conditions(cell: Cell) -> bool:

@@ -5,10 +5,8 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import yaml
 
 from experiments import UserError
 from experiments.answers import metrics
@@ -20,6 +18,7 @@ from experiments.answers.metrics import METRICS, UNKNOWN, score
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
+from tests.support import table_beside
 
 
 def load(text, samples, seed, tokenizer, model="model", data=None, **told):
@@ -29,7 +28,7 @@ def load(text, samples, seed, tokenizer, model="model", data=None, **told):
 
 SYNTHETIC = expand("synthetic@1500")
 FACTS = expand("facts@64")
-SCORES = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text())
+SCORES = table_beside(__file__, "metrics")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +189,7 @@ def configs(*names):
 
 
 ROW = {"context": "c", "question": "q", "all_classes": None}
-PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
+PUBLISHED = table_beside(__file__, "published")
 
 
 @pytest.mark.parametrize("text", list(PUBLISHED))

@@ -1,10 +1,7 @@
 """Bystanders that are changed are found changed, and those of hooks and patches are not."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 
 from experiments.audit import differences, snapshot
 from experiments.mechanisms.scenarios import Moment, answer
@@ -22,9 +19,9 @@ from experiments.questions.isolation import (
 )
 from experiments.testbed.compare import Response
 from tests.experiments.tiny import SILENT
-from tests.support import build
+from tests.support import build, table_beside
 
-REACHES = yaml.safe_load(Path(__file__).with_name("reaches.yaml").read_text())
+REACHES = table_beside(__file__, "reaches")
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from unittest.mock import patch
 
 import pandas as pd
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -25,7 +23,7 @@ from experiments.study import run_plan
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
 from tests.experiments.tiny import REFUSED, cli, refused
-from tests.support import build
+from tests.support import build, table_beside
 
 TRAINED = 512
 
@@ -84,7 +82,7 @@ def an_own_model(**changed) -> OwnModel:
 
 LESS = {
     name: {field: tuple(x) if isinstance(x, list) else x for field, x in options.items()}
-    for name, options in yaml.safe_load(Path(__file__).with_name("less.yaml").read_text()).items()
+    for name, options in table_beside(__file__, "less").items()
 }
 """Options that leave experiments on the model itself next to nothing to do."""
 

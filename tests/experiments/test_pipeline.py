@@ -1,11 +1,9 @@
 """Many questions about one compressed context: the same answers as by hand, and nothing left."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import DynamicCache, pipeline
 
 import hooks_impl
@@ -14,9 +12,9 @@ from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
 from press_core import kept_lengths
 from tests.experiments.asked import PRESSES, facts, uneven
-from tests.support import both, in_turn, snapshot
+from tests.support import both, in_turn, snapshot, table_beside
 
-BAD_INPUT = yaml.safe_load(Path(__file__).with_name("bad_pipeline_input.yaml").read_text())
+BAD_INPUT = table_beside(__file__, "bad_pipeline_input")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +174,7 @@ def test_shorter_rows_need_something_to_be_filled_with(model, answerer):
     assert answerer(contexts, ["? alice"], max_new_tokens=1) == expected
 
 
-REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+REFUSED = table_beside(__file__, "refusals")
 
 
 @pytest.mark.parametrize(

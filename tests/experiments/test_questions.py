@@ -1,15 +1,13 @@
 """Commands of the study: what they show they have written, and what is wrong they say."""
 
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-import yaml
 
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS, build_tokenizer
 from tests.experiments.tiny import cli
-from tests.support import build
+from tests.support import build, table_beside
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +41,8 @@ SMALL = {
     "headwise": "--facts 2 --samples 2 --context 64 --rounds 1 --ratio 0.5",
     "trace": "--model llama",
 }
-WRONG = yaml.safe_load(Path(__file__).with_name("wrong_commands.yaml").read_text())
-RUNS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text())
+WRONG = table_beside(__file__, "wrong_commands")
+RUNS = table_beside(__file__, "commands")
 
 
 @pytest.mark.parametrize(("name", "options", "rows"), RUNS)

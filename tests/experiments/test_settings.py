@@ -21,9 +21,10 @@ from press_core import HyperparameterError, Tokens
 from tests.experiments.sweeping import SMALL
 from tests.experiments.test_equivalence import NewestPatch, NewestPress
 from tests.experiments.tiny import REFUSED
+from tests.support import table_beside
 
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
-MADE = yaml.safe_load(Path(__file__).with_name("presses.yaml").read_text("utf-8"))
+MADE = table_beside(__file__, "presses")
 DECODING = "DecodingPress(KnormPress())"
 DUO = "DuoAttentionPress(head_compression_ratio=ratio)"
 

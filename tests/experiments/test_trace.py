@@ -3,11 +3,9 @@
 import re
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import DynamicCache
 
 import hooks_impl
@@ -17,7 +15,7 @@ from experiments.questions.trace import EXPERIMENT, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
-from tests.support import build, snapshot, token_ids
+from tests.support import build, snapshot, table_beside, token_ids
 
 LENGTH = 80
 SIDES = {"hook": (hooks_impl, "forward hook"), "patch": (patch_impl, "wrapper")}
@@ -47,7 +45,7 @@ def events_of(events, mechanism: str, step: int, layer: int) -> list[str]:
 @both_sides
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_prefill_in_order(snapkv, mechanism, layer):
-    in_order = yaml.safe_load(Path(__file__).with_name("events.yaml").read_text("utf-8"))
+    in_order = table_beside(__file__, "events")
     assert events_of(snapkv, mechanism, 0, layer) == in_order[mechanism]
 
 

@@ -3,13 +3,11 @@
 import json
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Annotated
 from unittest.mock import patch
 
 import pandas as pd
 import typer
-import yaml
 from matplotlib.figure import Figure
 from rich.console import Console
 from typer.testing import CliRunner
@@ -21,10 +19,11 @@ from experiments.framework.manifest import MANIFEST
 from experiments.framework.plan import plan_study
 from experiments.framework.tables import ResultTable
 from experiments.study import run_plan
+from tests.support import table_beside
 
 COMMIT = "0" * 40
 SILENT = progress_bar(disable=True)
-REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text("utf-8"))
+REFUSED = table_beside(__file__, "refusals")
 
 
 @dataclass(frozen=True)

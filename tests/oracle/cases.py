@@ -3,16 +3,15 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import hooks_impl
 import patch_impl
 from tests.oracle import handed
 from tests.oracle.running import Context, Run, Setting
+from tests.support import table_beside
 
 PACKAGES: dict[str, Mapping[str, Any]] = {
     "hooks": hooks_impl.PRESSES,
@@ -62,7 +61,7 @@ def _several(given: Any) -> list[Any]:
 def _read() -> Iterator[Case]:
     """The cases of `cases.yaml`; text other than presses and notes is Python with these names."""
     names = {**vars(handed), **globals()}
-    for told in yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text()):
+    for told in table_beside(__file__, "cases"):
         run = eval(told["run"], names) if "run" in told else TWO_ROWS
         ratios, note = tuple(told.get("ratios", RATIOS)), told.get("note", "")
         for press in _several(told["press"]):

@@ -1,10 +1,7 @@
 """Where this repository keeps something else than kvpress on purpose."""
 
-from pathlib import Path
-
-import yaml
-
 import hooks_impl
+from tests.support import table_beside
 
 NOT_IN_KVPRESS = {
     "DropKVPress": "proposed to it",
@@ -18,8 +15,6 @@ NOT_IN_KVPRESS = {
 assert NOT_IN_KVPRESS.keys() <= hooks_impl.PRESSES.keys()
 
 DIFFERENCES = [
-    difference
-    for name in ("kept", "works")
-    for difference in yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text())
+    difference for name in ("kept", "works") for difference in table_beside(__file__, name)
 ]
 """Deliberate differences, see `kept.yaml`."""

@@ -131,13 +131,6 @@ def ranks(held):
     return found
 
 
-def keys(case, whose):
-    """Sum of all keys of the first layer, by channel, rounded to eight digits."""
-    past = RecordingCache()
-    case.run(model_for(whose, case.setting), press_of(case.press, whose, 0.5), past)
-    return [f"{total:.7e}" for total in past.layers[0].keys.sum(dim=(0, 1, 2)).tolist()]
-
-
 def stored(case, whose):
     """How many tokens and channels of keys the first layer stores."""
     past = RecordingCache()

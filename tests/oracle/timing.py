@@ -18,14 +18,12 @@ import statistics
 import sys
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
 import torch
-import yaml
 
 import hooks_impl
 from experiments.framework.intervals import LEAST, median_of
@@ -33,6 +31,7 @@ from tests.oracle import handed
 from tests.oracle.cases import press_of
 from tests.oracle.differences import NOT_IN_KVPRESS
 from tests.oracle.stand_in import N_HEADS, N_KV, N_LAYERS, WIDTH, D, StandIn
+from tests.support import table_beside
 
 LENGTH = 8192
 """Tokens of the context."""
@@ -56,7 +55,7 @@ TIMED = {
     for name in hooks_impl.PRESSES
     if name not in NOT_TIMED and name not in NOT_IN_KVPRESS
 }
-ARGUMENTS = yaml.safe_load(Path(__file__).with_name("timed.yaml").read_text("utf-8"))
+ARGUMENTS = table_beside(__file__, "timed")
 TIMED |= {press.partition("(")[0]: press for press in ARGUMENTS}
 """By name: what is timed."""
 

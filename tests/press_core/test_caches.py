@@ -135,7 +135,7 @@ def test_the_last_tokens_are_remembered(sizes, limit, data):
     assert (first.ticks, first.steps) == (FIRST, ())  # a value, which nobody has changed
     taken = data.draw(st.integers(0, sizes[-1][0]))
     left = torch.cat(came, dim=1)[:, : sum(n for n, _ in sizes) - taken]
-    found = memory.without_last(taken, 0).last(limit)
+    found = memory.without_last(taken).last(limit)
     expected = left if limit is None else left[:, -limit:]
     assert torch.equal(found["states"].expand_as(expected) if found else left, expected)
 

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +19,10 @@ from press_core.presses.keys import leverage_scores, non_causal_scores, sketch
 from press_core.presses.queries import similarity
 from press_core.select import top_positions
 from tests.press_core.drawn import BATCH, DIM, FITS, GROUP, KV, KV_HEADS, Prepared, drawn_call, site
+from tests.support import table_beside
 
 LENGTH = 23
-OUT_OF_RANGE = yaml.safe_load(Path(__file__).with_name("out_of_range.yaml").read_text())
+OUT_OF_RANGE = table_beside(__file__, "out_of_range")
 PRESSES = {
     "random": (formulas.Random(0.5, seed=0), None),
     "knorm": (formulas.Knorm(0.5), None),

@@ -7,12 +7,10 @@ import threading
 import time
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-import yaml
 from torch import nn
 from transformers import DynamicCache
 
@@ -23,10 +21,10 @@ from experiments.questions.architectures.decoders import build, decoders
 from experiments.testbed import families
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import filled, snapshot
+from tests.support import filled, snapshot, table_beside
 
 KNOWN = decoders()
-FACTS = yaml.safe_load(Path(__file__).with_name("facts.yaml").read_text())
+FACTS = table_beside(__file__, "facts")
 
 
 def tiny(name):
