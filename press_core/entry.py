@@ -120,7 +120,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the layout of the input is not supported.
     """
-    if running.is_early_exit():
+    if not forward.entered and running.is_early_exit():
         return forward.given
     if not torch.compiler.is_compiling():  # compiled forwards are not counted
         forward.frame = forward.frame or _lasting_frame()

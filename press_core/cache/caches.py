@@ -75,7 +75,8 @@ def is_empty(cache: Any, layer_idx: int) -> bool:
 
 def may_be_empty(cache: Any, layer_idx: int) -> bool:
     """Whether nothing was evicted from a layer of `cache`, and its length is in a tensor."""
-    layer = getattr(cache, "layers", {layer_idx: None})[layer_idx]
+    layers = getattr(cache, "layers", None)
+    layer: Any = None if layers is None else layers[layer_idx]
     return kind_of(layer) is not None and isinstance(layer.get_seq_length(), Tensor)
 
 
@@ -141,9 +142,7 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
         check_rows(cache)
     alone = DynamicCache()
     for layer in cache.layers:
-        if not layer.is_initialized:  # of a cross-attention without images
-            own = layer
-        elif type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and layer.is_initialized:
             states = (layer.keys[row : row + 1], layer.values[row : row + 1])
             keys, values = (x if slots is None else x.index_select(2, slots) for x in states)
             own = PrunedLayer(DynamicLayer()).holding(keys, values).inner

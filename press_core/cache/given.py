@@ -101,9 +101,7 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     if frame is not None and frame.f_code.co_name == "_assisted_decoding":
         _check_cut(frame, n_seen, n_new)
         return
-    if count == n_seen:
-        return
-    if frame is None:
+    if count == n_seen or frame is None:
         return
     known = frame.f_locals
     inputs = known["input_ids"], known["model_kwargs"].get("inputs_embeds")

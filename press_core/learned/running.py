@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from press_core.call import AttentionCall
 from press_core.learned.calibration import CalibrationError, LearnedPress
-from press_core.model.decoder import device_of
+from press_core.model.decoder import device_of, has_encoder
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.traits import Needs
 
@@ -24,7 +24,7 @@ Batch = Tensor | Mapping[str, Tensor]
 
 def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> None:
     """Run `model`, without its language-model head, on all batches in the scope of `collector`."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if has_encoder(model):
         raise CalibrationError(f"{type(model).__name__} has an encoder; pass a decoder-only model")
     body = getattr(model, "base_model", model)
     with collector(model), torch.no_grad():

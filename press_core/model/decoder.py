@@ -33,6 +33,11 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
+def has_encoder(model: Any) -> bool:
+    """Whether the decoder of `model` also reads the output of an encoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
     """The last decoder layer, whose output goes into the final norm.
 

@@ -147,9 +147,9 @@ class StreamingLLMDecoding(MeasuredPress):
         rotary, positions = call.site.rotary, call.key_positions()
         assert rotary is not None
         # Rotated with the last key, whose position may set the frequencies of all (LongRoPE).
-        keys, last = call.keys[:, :, [*range(n_sink), -1]], positions[..., -1:]
+        ends, last = call.keys[:, :, [*range(n_sink), -1]], positions[..., -1:]
         at = torch.cat((positions[..., :n_sink].clamp(min=0), last), dim=-1)
-        fresh = rotary.rotate_from(keys, at)
+        fresh = rotary.rotate_from(ends, at)
         sinks = torch.where(sinks.isnan(), fresh[:, :, :n_sink], sinks)
         begin = (last + 1 - self.max_capacity).clamp(min=0)
         targets = torch.cat((begin + torch.arange(n_sink, device=sinks.device), last), dim=-1)

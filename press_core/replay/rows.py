@@ -36,6 +36,7 @@ from press_core.errors import (
 from press_core.eviction import Eviction
 from press_core.fields import count
 from press_core.forward import Arguments, Forward, cache_after, cache_of, with_cache
+from press_core.model.decoder import has_encoder
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
@@ -155,7 +156,7 @@ class ReplayPress(RatioPress, InstalledPress):
 
     def post_init_from_model(self, model: Any) -> None:
         super().post_init_from_model(model)
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if has_encoder(model):
             raise UnsupportedModelError(
                 f"{type(self).__name__} runs the tokens of a context again, without the encoder; "
                 "use a press that does not replay"
