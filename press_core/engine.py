@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from press_core import running
 from press_core.cache.caches import known
 from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.memory import Memory
@@ -25,6 +24,8 @@ from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
 from press_core.press import Press
 from press_core.rows import Decisions, RowGroup, parts_of
+from press_core.running import chunks, images, ranks
+from press_core.running.compiled import eagerly
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -37,7 +38,7 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
     _act(scope, press, passed)
 
 
-@running.eagerly
+@eagerly
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
@@ -75,7 +76,7 @@ def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[R
     groups = []
     for rows, slots, part in parts_of(call, occupied, press.row_by_row):
         is_empty = slots is not None and not len(slots)  # a row without tokens in this turn
-        eviction = Eviction.nothing(part) if is_empty else running.decided(press, part)
+        eviction = Eviction.nothing(part) if is_empty else ranks.decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
     return groups
 
@@ -96,12 +97,10 @@ def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed 
     require_readable(layer, passed.site)
     if not is_context:
         return _decoding_step(scope, press, passed, layer)
-    call: AttentionCall | None = context_call(scope, passed, layer)
-    for handle in running.OBSERVED:
-        call = None if call is None else handle(scope, passed, call)
-    if call is None:
+    found = chunks.wait(scope, passed, context_call(scope, passed, layer))
+    if found is None:
         return None
-    occupied = passed.occupied(layer)
+    call, occupied = images.with_images(scope, passed, found), passed.occupied(layer)
     call = call.replace(when=replace(call.when, seen=tokens_seen(layer, occupied)))
     if scope.traits.remembers:
         call = call.replace(memory=remembered(press, call, occupied))
@@ -121,7 +120,7 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
     """The updated per-token values of `Press.remember`, for each slot: `(B, H_kv, S)` by name."""
     carried_scores: dict[str, Tensor] = {}
     for rows, slots, part in parts_of(call, occupied, row_by_row=False):
-        for name, of_rows in running.remembered(press, part).items():
+        for name, of_rows in ranks.remembered(press, part).items():
             if name not in carried_scores:
                 carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
             if slots is None:
@@ -145,7 +144,7 @@ def _decoding_step(
     scope: ScopeState, press: Press, passed: AttentionPass, layer: PrunedLayer
 ) -> Observed | None:
     """The call over a layer while decoding; None if no pruning is due: states are buffered."""
-    running.require_causal(scope, passed)
+    images.require_causal(scope, passed)
     traits, progress = scope.traits, passed.forward.progress[scope]
     n_new = passed.hidden_states.shape[1]
     due = press.is_due(progress.n_steps, n_new)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from press_core import running
 from press_core.cache.caches import (
     are_special,
     check_prunable,
@@ -49,7 +48,7 @@ from press_core.forward import (
     n_tokens,
 )
 from press_core.model.sites import AttentionSite, Bystander
-from press_core.running import chunks
+from press_core.running import ENTERED, chunks, refused
 from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
 
@@ -120,7 +119,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the layout of the input is not supported.
     """
-    if not forward.entered and running.is_early_exit():
+    if not forward.entered and refused.is_early_exit():
         return forward.given
     if not torch.compiler.is_compiling():  # compiled forwards are not counted
         forward.frame = forward.frame or _lasting_frame()
@@ -137,7 +136,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
     forward.entered.append(scope)
     if scope.traits.phases & Phase.BEFORE_DECODER:
         forward.given = scope.press.before_decoder(scope, forward)
-    for handle in running.ENTERED:
+    for handle in ENTERED:
         handle(scope, forward)
     if forward.is_context:
         _begin_context(scope, forward)
