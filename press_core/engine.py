@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from press_core.cache.caches import known
@@ -19,13 +20,13 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.forward import Forward
+from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
 from press_core.press import Press
 from press_core.rows import Decisions, RowGroup, parts_of
 from press_core.running import chunks, images, ranks
-from press_core.running.compiled import eagerly
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -35,10 +36,9 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or not press.phases & phase:
         return
-    _act(scope, press, passed)
+    (_act_outside_graphs if may_break() else _act)(scope, press, passed)
 
 
-@eagerly
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
@@ -46,6 +46,10 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
         call, occupied = observed
         decisions = Decisions(call, judged(press, call, occupied))
         store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
+
+
+# Values decide what is kept, and buffers grow.
+_act_outside_graphs = torch.compiler.disable(_act)
 
 
 def store_decisions(
