@@ -43,8 +43,7 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.progress[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
-        call, occupied = observed
-        decisions = Decisions(call, judged(press, call, occupied))
+        decisions = judged(press, *observed)
         store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
 
 
@@ -71,8 +70,8 @@ def store_decisions(
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), site.ranks.mean(float(kept)))
 
 
-def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[RowGroup]:
-    """The press's decisions, one for each group of rows with the same padding.
+def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> Decisions:
+    """The press's decisions about `call`, one for each group of rows with the same padding.
 
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
@@ -82,7 +81,7 @@ def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> list[R
         is_empty = slots is not None and not len(slots)  # a row without tokens in this turn
         eviction = Eviction.nothing(part) if is_empty else ranks.decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
-    return groups
+    return Decisions(call, groups)
 
 
 # ---- observing -----------------------------------------------------------------------------------
@@ -208,5 +207,4 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
         carried=layer.carried,
         scope=scope,
     )
-    decisions = Decisions(call, judged(press, call, occupied))
-    store_decisions(scope, forward.cache, site, decisions, forward)
+    store_decisions(scope, forward.cache, site, judged(press, call, occupied), forward)
