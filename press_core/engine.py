@@ -52,20 +52,15 @@ _act_outside_graphs = torch.compiler.disable(_act)
 
 
 def store_decisions(
-    scope: ScopeState,
-    cache: Any,
-    site: AttentionSite,
-    decisions: Decisions,
-    forward: Forward | None = None,
+    scope: ScopeState, cache: Any, site: AttentionSite, decisions: Decisions, forward: Forward
 ) -> None:
-    """Store what is kept of a layer, and record it in the tally."""
+    """Store what is kept of a layer in a forward, and record it in the tally."""
     layer = store(cache, site, decisions, scope.key)
     if layer is None:
         return
-    if forward is not None:
-        forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
-        if layer.is_first and layer.room is not None:
-            forward.at_end.append(partial(need_masks_beside, layer, cache))
+    forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
+    if layer.is_first and layer.room is not None:
+        forward.at_end.append(partial(need_masks_beside, layer, cache))
     seen, kept = tokens_seen(layer, None), layer.lengths().double().mean()
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), site.ranks.mean(float(kept)))
 

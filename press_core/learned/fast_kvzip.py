@@ -311,4 +311,4 @@ class FastKVzip(RatioPress, TaughtPress):
             layer.remember(scope.key, None)
             if not is_whole:
                 occupied = None if bool(current.all()) else current
-                store_chosen(scope, cache, site, occupied, chosen)
+                store_chosen(scope, forward, cache, site, occupied, chosen)

@@ -198,7 +198,7 @@ class ReplayPress(RatioPress, InstalledPress):
             chosen = [kept[depth] for kept, _ in decided]
             joining = [joins[depth] for _, joins in decided if joins]
             even = self.evicts is Evicts.TOKENS
-            store_chosen(scope, cache, site, tokens, chosen, joining, even)
+            store_chosen(scope, forward, cache, site, tokens, chosen, joining, even)
 
     def _require_plain(self, scope: ScopeState, cache: Any) -> None:
         pruned = {site.layer_idx for site in scope.sites}
@@ -225,6 +225,7 @@ class ReplayPress(RatioPress, InstalledPress):
 
 def store_chosen(
     scope: ScopeState,
+    forward: Forward,
     cache: Any,
     site: AttentionSite,
     occupied: Tensor | None,
@@ -235,6 +236,7 @@ def store_chosen(
     """Prune a cache layer after the decoder has run, and append tokens to it.
 
     Args:
+        forward: the forward of the decoder that has filled the layer.
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
         chosen: by row, which of its `n` tokens and `m` appended ones each head of all
             tensor-parallel ranks keeps, `(H_kv, n + m)` bool.
@@ -259,7 +261,7 @@ def store_chosen(
         keep = Eviction.keep if even else Eviction.keep_per_head
         eviction = keep(part, true_indices(mask) if even else mask)
         groups.append(RowGroup(rows, slots, eviction))
-    store_decisions(scope, cache, site, Decisions(call, groups))
+    store_decisions(scope, cache, site, Decisions(call, groups), forward)
 
 
 def cache_before(scope: ScopeState, forward: Forward) -> Any:
