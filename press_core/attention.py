@@ -15,7 +15,7 @@ from torch import Tensor
 from press_core.call import AttentionCall
 from press_core.model.sites import AttentionSite
 from press_core.select import upcast
-from press_core.tiles import Scratch, rows_at_once
+from press_core.tiles import rows_at_once
 
 
 @torch.no_grad()
@@ -27,8 +27,9 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
         (to less with a learned sink).
     """
     queries = call.queries(window).unflatten(1, (call.keys.shape[1], -1))
-    bidirectional, scratch = call.bidirectional_of(queries.shape[3]), Scratch(upcast(call.keys[:0]))
-    return causal_weights(call.site, queries, call.keys, scratch, bidirectional=bidirectional)
+    bidirectional = call.bidirectional_of(queries.shape[3])
+    space = upcast(call.keys[:0]).new_empty(0)
+    return causal_weights(call.site, queries, call.keys, space, bidirectional=bidirectional)
 
 
 class Tile(NamedTuple):
@@ -64,7 +65,7 @@ def attention_tiles(
     per_query = batch * (n_heads // n_kv) * length
     n_at_once = min(n_kv, rows_at_once(keys, per_query * n_queries))
     n_rows = rows_at_once(keys, per_query * n_at_once)
-    grouped, scratch = queries.unflatten(1, (n_kv, -1)), Scratch(upcast(keys[:0]))
+    grouped, space = queries.unflatten(1, (n_kv, -1)), upcast(keys[:0]).new_empty(0)
     for head in range(0, n_kv, n_at_once):
         heads = slice(head, head + n_at_once)
         of_heads = None if bidirectional is None else bidirectional[:, heads]
@@ -74,7 +75,7 @@ def attention_tiles(
             visible = keys[:, heads, : length - n_queries + rows.stop]
             of_tile = None if of_heads is None else of_heads[:, :, rows, rows]
             tile = grouped[:, heads, :, rows]
-            weights = causal_weights(site, tile, visible, scratch, heads, of_tile)
+            weights = causal_weights(site, tile, visible, space, heads, of_tile)
             yield Tile(heads, rows, weights)
             row = rows.stop
 
@@ -137,7 +138,7 @@ def causal_weights(
     site: AttentionSite,
     queries: Tensor,
     keys: Tensor,
-    scratch: Scratch,
+    space: Tensor,
     heads: slice = slice(None),
     bidirectional: Tensor | None = None,
 ) -> Tensor:
@@ -146,7 +147,7 @@ def causal_weights(
     Args:
         queries: `(B, heads, G, rows, d)`.
         keys: `(B, heads, S, d)`.
-        scratch: memory for the weights.
+        space: memory for the weights, of any size.
         heads: which of the module's KV heads these are.
         bidirectional: `(B, 1 or heads, rows, rows)` bool, which later tokens each
             query sees; None: none.
@@ -155,7 +156,7 @@ def causal_weights(
         `(B, heads, G, rows, S)`, at least float32.
     """
     n_rows, length = queries.shape[3], keys.shape[2]
-    logits = scratch.of(*queries.shape[:4], length)
+    logits = space.resize_(*queries.shape[:4], length)
     # In 16 bits, large products would overflow, or lose what tells tokens apart.
     left, right = upcast(queries.flatten(2, 3).flatten(0, 1)), upcast(keys.flatten(0, 1)).mT
     logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=site.scaling)

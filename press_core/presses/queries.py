@@ -23,7 +23,7 @@ from press_core.call import AttentionCall
 from press_core.fields import count, limited, number, odd, share
 from press_core.scoring import RatioScorer
 from press_core.select import protect, trailing, upcast, with_ends
-from press_core.tiles import Scratch, rows_at_once
+from press_core.tiles import rows_at_once
 from press_core.traits import Needs
 
 
@@ -324,10 +324,10 @@ def _spread(keys: Tensor, covariance: Tensor) -> Tensor:
     """
     n_groups, d = covariance.shape[2], covariance.shape[-1]
     side_by_side = covariance.transpose(2, 3).flatten(3)  # (B, H_kv, d, G * d)
-    space, n_rows = Scratch(keys), rows_at_once(keys, keys[:, :, 0].numel() * n_groups)
+    space, n_rows = keys.new_empty(0), rows_at_once(keys, keys[:, :, 0].numel() * n_groups)
 
     def spread(part: Tensor) -> Tensor:
-        product = space.of(*part.shape[:3], n_groups * d)
+        product = space.resize_(*part.shape[:3], n_groups * d)
         torch.matmul(part, side_by_side, out=product)
         return product.unflatten(-1, (n_groups, d)).mul_(part.unsqueeze(3)).sum(dim=-1)
 

@@ -23,7 +23,7 @@ from press_core.presses.decoding import RECEIVED, Accumulating, Decoding
 from press_core.presses.positions import layer_generator, seed_field
 from press_core.scoring import Around, BudgetPress, TokenScorer, Wrapper
 from press_core.select import best_first, gather_tokens, raised, trailing, true_indices, upcast
-from press_core.tiles import Scratch, rows_at_once
+from press_core.tiles import rows_at_once
 from press_core.traits import Evicts, Phase
 
 
@@ -149,11 +149,11 @@ def projected_norms(call: AttentionCall, leaving_out: Tensor) -> Tensor:
     weight = output_weight(call.site).to(values.dtype)
     of_heads = weight.unflatten(1, (values.shape[1], -1, values.shape[-1]))  # (D, H_kv, G, d)
     n_rows = rows_at_once(values, len(weight))
-    norms, space = upcast(values.new_zeros(values.shape[:3])), Scratch(values)
+    norms, space = upcast(values.new_zeros(values.shape[:3])), values.new_empty(0)
     for head in range(values.shape[1]):
         for part in (~leaving_out[:, head]).nonzero().split(n_rows):
             rows, tokens = part.unbind(1)
-            chosen, projected = values[rows, head, tokens], space.of(len(part), len(weight))
+            chosen, projected = values[rows, head, tokens], space.resize_(len(part), len(weight))
             for columns in of_heads[:, head].unbind(1):
                 torch.mm(chosen, columns.T, out=projected)
                 norms[rows, head, tokens] += projected.abs_().sum(dim=-1, dtype=norms.dtype)
