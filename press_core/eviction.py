@@ -179,8 +179,8 @@ class Eviction:
         """
         if self.kept is None:
             raise UnsupportedInputError(
-                "a press pruned without saying which tokens it kept, which this use requires; "
-                f"{REPORT_POSITIONS}"
+                "a press pruned without saying which tokens it kept, which a padded batch and any "
+                f"press around it require; {REPORT_POSITIONS}"
             )
         return self.kept
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedInputError
-from press_core.eviction import REPORT_POSITIONS, Eviction
+from press_core.eviction import Eviction
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,26 +112,18 @@ class Decisions:
         return torch.cat(parts)[self._order.to(parts[0].device)]
 
     def slots(self) -> Tensor | None:
-        """Indices of the kept slots, `(B, H_kv, n)` int64, -1 if empty; None: not reported."""
-        if any([eviction.kept is None for eviction in self.evictions]):
+        """Indices of the kept slots, `(B, H_kv, n)` int64, -1 if empty; None: not reported.
+
+        Raises:
+            UnsupportedInputError: if slots can be empty, and an eviction does not report its own.
+        """
+        if self.rows is None and any([eviction.kept is None for eviction in self.evictions]):
             return None
         parts = []
         for group in self.groups:
             kept = group.eviction.known_kept
             parts.append(kept if group.slots is None else group.slots[kept])
         return self.together([pad_left(part, self.length, -1) for part in parts])
-
-    def check_slots(self) -> None:
-        """Check that all evictions report which slots they keep.
-
-        Raises:
-            UnsupportedInputError: if one does not.
-        """
-        if self.slots() is None:
-            raise UnsupportedInputError(
-                "a padded batch was pruned by a press that does not say which tokens it kept, so "
-                f"that tokens and padding cannot be distinguished; {REPORT_POSITIONS}"
-            )
 
     def of_slots(self, known: Tensor | None, empty: float = -1) -> Tensor | None:
         """Values of the kept slots, from `known` values of all, `(1 or B, 1 or H_kv, S)`."""

@@ -73,8 +73,6 @@ def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions,
 def _kept(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
     """Which of the tokens that the layer has seen are kept."""
     rows, real = decisions.rows, real_tokens(old, decisions)
-    if rows is not None:
-        decisions.check_slots()
     positions = _int32(_positions(old, decisions))
     kept = Kept(positions, decisions.length, old.n_seen, rows, real, shift=old.kept.shift)
     known = decisions.call.at.rotary
