@@ -142,13 +142,10 @@ def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
         check_rows(cache)
     alone = DynamicCache()
     for layer in cache.layers:
-        if type(layer) is DynamicLayer and layer.is_initialized:
-            states = (layer.keys[row : row + 1], layer.values[row : row + 1])
-            keys, values = (x if slots is None else x.index_select(2, slots) for x in states)
-            own = PrunedLayer(DynamicLayer()).holding(keys, values).inner
-        else:
-            own = copy.copy(layer)  # selecting rows replaces its states
-            own.batch_select_indices(torch.tensor([row]))
+        own = copy.copy(layer)  # selecting rows replaces its states
+        own.batch_select_indices(torch.tensor([row]))
+        if slots is not None and own.is_initialized:
+            own.keys, own.values = (x.index_select(2, slots) for x in (own.keys, own.values))
         alone.layers.append(own)
     return alone
 
