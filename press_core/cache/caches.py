@@ -66,11 +66,14 @@ def is_empty(cache: Any, layer_idx: int) -> bool:
     layers = getattr(cache, "layers", None)
     if layers is None or layer_idx >= len(layers):
         return layers is not None or cache is None
-    layer = layers[layer_idx]
-    if not getattr(layer, "is_initialized", False):
-        return True
+    return not _has_tokens(layers[layer_idx])
+
+
+def _has_tokens(layer: Any) -> bool:
+    if not getattr(layer, "is_initialized", False) or not hasattr(layer, "get_seq_length"):
+        return False
     # The length of a static layer is a tensor, whose value is not known while compiling.
-    return not torch.compiler.is_compiling() and int(layer.get_seq_length()) == 0
+    return torch.compiler.is_compiling() or int(layer.get_seq_length()) > 0
 
 
 def may_be_empty(cache: Any, layer_idx: int) -> bool:
@@ -176,12 +179,6 @@ def kept_positions(cache: Cache) -> list[Tensor]:
         UnsupportedCacheError: if it is no cache, or a press did not say which tokens it kept.
     """
     return [_positions(layer, index) for index, layer in enumerate(_layers(cache))]
-
-
-def _has_tokens(layer: Any) -> bool:
-    return getattr(layer, "is_initialized", False) and bool(
-        hasattr(layer, "get_seq_length") and int(layer.get_seq_length())
-    )
 
 
 def _lengths(layer: Any) -> Tensor:
