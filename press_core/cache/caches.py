@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from press_core.cache.kinds import as_pruned, kind_of
@@ -224,19 +225,16 @@ def cache_nbytes(cache: Cache) -> int:
 def _stored(layer: Any) -> Iterator[Tensor]:
     """The tensors that store keys and values of `layer`, including scales of quantized states."""
     for name in ("keys", "values", "recent_keys", "_quantized_keys", "_quantized_values"):
-        yield from _flattened(getattr(layer, name, None))
+        yield from _plain_tensors(getattr(layer, name, None))
     if hasattr(layer, "recent"):
         yield from _stored(layer.recent)
 
 
-def _flattened(states: Any) -> Iterator[Tensor]:
-    if isinstance(states, dict):  # metadata that hqq stores with its codes
-        states = tuple(states.values())
-    if isinstance(states, tuple):
-        for part in states:
-            yield from _flattened(part)
-    elif isinstance(states, Tensor) and hasattr(states, "__tensor_flatten__"):  # quanto
-        for part in states.__tensor_flatten__()[0]:
-            yield from _flattened(getattr(states, part))
-    elif isinstance(states, Tensor):
-        yield states
+def _plain_tensors(states: Any) -> Iterator[Tensor]:
+    """The tensors that hold `states`: for hqq codes and metadata, for quanto those in a tensor."""
+    for part in tree_leaves(states):
+        if hasattr(part, "__tensor_flatten__"):
+            names, _ = part.__tensor_flatten__()
+            yield from _plain_tensors([getattr(part, name) for name in names])
+        elif isinstance(part, Tensor):
+            yield part
