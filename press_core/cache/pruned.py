@@ -8,7 +8,6 @@ right. All kinds of pruned layers share the interface of `PrunedLayer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -370,24 +369,18 @@ class PrunedLayer(DynamicLayer):
         self.inner.prefetch()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._hold_rows(beam_idx, self.select_rows)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            rows = torch.arange(self.batch, device=self.values.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
-            # `indices` may be a bool mask.
-            rows = torch.arange(self.batch, device=indices.device)[indices]
-            self._hold_rows(rows, self.select_rows)
-
-    def _hold_rows(self, rows: Tensor, select: Callable[[Tensor], None]) -> None:
         if not self.is_initialized:
             return
         batch = self.batch
-        select(rows)
+        rows = torch.arange(batch, device=indices.device)[indices]  # it may be a bool mask
+        self.select_rows(rows)
         known = self.kept, self.carried, self.memories
         self.kept, self.carried, self.memories = of_rows(known, rows, batch)
 

@@ -60,15 +60,17 @@ class PrunedQuantizedLayer(PrunedLayer):
     def drop_last(self, n: int) -> None:
         raise UnsupportedCacheError("a quantized layer cannot give back its latest tokens")
 
-    def select_rows(self, rows: Tensor) -> None:
-        # transformers would select rows only of the tokens that are not quantized yet.
-        raise UnsupportedCacheError(
-            "rows of a quantized layer cannot be selected or repeated, nor its beams reordered by "
-            "transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
-        )
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            # transformers would select rows only of the tokens that are not quantized yet.
+            raise UnsupportedCacheError(
+                "rows of a quantized layer cannot be selected or repeated, nor its beams reordered "
+                "by transformers 5.2; use a DynamicCache, or a newer transformers for beam search"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._hold_rows(beam_idx, self.inner.reorder_cache if _REORDERS else self.select_rows)
+        select = super().batch_select_indices if _REORDERS else self.batch_select_indices
+        select(beam_idx)
 
 
 class StagingLayer(DynamicLayer):
