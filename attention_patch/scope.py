@@ -100,7 +100,7 @@ def _forward(
     if forward is None or not forward.helps or forward.cache is None:
         return call_next(*args, **kwargs)
     layer = forward.cache.layers[site.layer_idx]
-    if current.reading is layer:  # another scope has prepared this call
+    if forward.reading is layer:  # another scope has prepared this call
         return call_next(*args, **kwargs)
     attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
     given = helped(forward, site, given, layer, attends=attends)

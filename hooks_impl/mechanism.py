@@ -14,7 +14,7 @@ from hooks_impl.kvpress import KvpressCompatible, observed, queries
 from press_core import entry
 from press_core.collecting import Collecting
 from press_core.errors import ScopeError
-from press_core.forward import Arguments, Forward, current, names_of
+from press_core.forward import Arguments, Forward, names_of
 from press_core.model.graphs import forget_graphs
 from press_core.model.sites import AttentionSite, Signature
 from press_core.observed import Query
@@ -28,6 +28,9 @@ from press_core.scoring import TokenScorer
 from press_core.traits import Needs
 
 __all__ = ["BasePress", "Collector", "ScorerPress", "observed", "queries"]
+
+QUERY = "query"
+"""In `Forward.notes`: an attention module, and what holds its query."""
 
 
 @dataclass
@@ -158,10 +161,10 @@ def _before(
 def _collect(scope: ScopeState, site: AttentionSite, forward: Forward, *call: Any) -> None:
     """Called after the module that computes the query.
 
-    The query is stored, per thread, until the hook of the attention module reads it.
+    The query is stored until the hook of the attention module reads it.
     """
     if scope in forward.acting:
-        current.query = site, call[-1]
+        forward.notes[QUERY] = site, call[-1]
 
 
 def _attention(
@@ -178,18 +181,18 @@ def _attention(
         return None
     kwargs, output = rest
     given = Arguments(args, kwargs, site.signature.parameters)
-    query = None if source is None else _query(site, source)
+    query = None if source is None else _query(forward, site, source)
     press: Any = scope.press
     return press.after_attention(scope, AttentionPass(forward, site, given, output, query))
 
 
-def _query(site: AttentionSite, source: nn.Module) -> Query:
+def _query(forward: Forward, site: AttentionSite, source: nn.Module) -> Query:
     """The query `(B, H, q, d)` in what `source` returned.
 
     Raises:
         ScopeError: if the module with the hook no longer computes the query.
     """
-    found, query_source = current.query, site.query_source
+    found, query_source = forward.notes.get(QUERY), site.query_source
     assert query_source is not None
     is_there = getattr(site.module, query_source.child, None) is source
     if not found or found[0].module is not site.module or not is_there:

@@ -147,8 +147,8 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
     forward.helps = needs_help(forward, layers)
     if forward.helps:
         note_masked(forward)
-        current.reading, forward.given = one_mask(forward, scope.sites[0], layers)
-        forward.helps = current.reading is None
+        forward.reading, forward.given = one_mask(forward, scope.sites[0], layers)
+        forward.helps = forward.reading is None
     _note_whole(scope, forward.cache, layers, scope.sites[0].layer_idx)
     _settle_layers(scope, forward)
     return forward.given
@@ -157,7 +157,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
 def _settle_layers(scope: ScopeState, forward: Forward) -> None:
     """Put hooks or patches on the layers if the forward needs them, else take them off."""
     if _is_idle(forward):
-        if current.reading is None:
+        if forward.reading is None:
             leave(scope, None)
         if not torch.compiler.is_compiling():  # compiled graphs contain what is installed
             scope.on_layers.take_off(scope, forward)
@@ -267,7 +267,7 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
     forward = current.forward
     if forward is None or scope is not (forward.entered or [None])[0]:
         return  # the scope does not take part, or an outer one has not left yet
-    current.forward, current.reading, current.query = forward.outer, None, None
+    current.forward = forward.outer
     if failed:
         forward.fail()
         return

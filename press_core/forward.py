@@ -131,6 +131,8 @@ class Forward:
         outer: the forward of this or another decoder in which this one runs.
         notes: values computed once for all layers: masks, positions, notes of a press.
         helps: whether it reads layers that need their own masks or positions.
+        reading: the cache layer about to be read, if its mask and positions are ready; or an
+            `OneMask`, if the model's mask serves all layers.
         at_failure: callbacks for when an exception ends it.
         at_end: callbacks for when it ends, with or without an exception.
         is_over: whether it is known to have ended.
@@ -148,6 +150,7 @@ class Forward:
     outer: Forward | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
     helps: bool = False
+    reading: Any = None
     at_failure: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     is_over: bool = False
@@ -205,7 +208,7 @@ class Forward:
     def fail(self) -> None:
         """End the forward after an exception or an interrupt."""
         if current.forward is self:
-            current.forward, current.reading, current.query = self.outer, None, None
+            current.forward = self.outer
         for undo in self.at_failure:
             undo()
         self.end()
@@ -240,12 +243,11 @@ class _ThreadState:
 
     def __init__(self) -> None:
         self.forward: Forward | None = None
-        self.reading: Any = None
-        self.query: Any = None
         self.is_apart = False
 
 
 class _Local(threading.local):
+    # At a graph break, compilers lose what is assigned to a `threading.local` itself.
     def __init__(self) -> None:
         self.state = _ThreadState()
 
@@ -253,27 +255,12 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _of_thread(name: str) -> Any:
-    # At a graph break, compilers lose what is assigned to a `threading.local` itself.
-    return property(
-        lambda _: getattr(_local.state, name),
-        lambda _, value: setattr(_local.state, name, value),
-    )
-
-
 class Current:
-    """The state of the current thread.
-
-    Attributes:
-        forward: the forward in progress; None if no scope takes part in one.
-        reading: the cache layer about to be read, if its mask and positions are ready; or an
-            `OneMask`, if the model's mask serves all layers.
-        query: what a hook has collected of the attention module that is running.
-        is_apart: whether scopes take no part in forwards of this thread.
-    """
+    """The state of the current thread."""
 
     @property
     def forward(self) -> Forward | None:
+        """The forward in progress; None if no scope takes part in one."""
         forward = _local.state.forward
         return None if forward is None or forward.is_over else forward  # ended by another thread
 
@@ -281,19 +268,21 @@ class Current:
     def forward(self, forward: Forward | None) -> None:
         _local.state.forward = forward
 
-    reading: Any = _of_thread("reading")
-    query: Any = _of_thread("query")
-    is_apart: bool = _of_thread("is_apart")
+    @property
+    def is_apart(self) -> bool:
+        """Whether scopes take no part in forwards of this thread."""
+        return _local.state.is_apart
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Keep scopes out of forwards of this thread."""
-        before = self.is_apart, self.forward
-        self.is_apart, self.forward = True, None
+        state = _local.state
+        before = state.forward, state.is_apart
+        state.forward, state.is_apart = None, True
         try:
             yield
         finally:
-            self.is_apart, self.forward = before
+            state.forward, state.is_apart = before
 
 
 current = Current()

@@ -169,11 +169,11 @@ def in_turn(names, *lists):
 @contextmanager
 def reading(layer):
     """Stands for a forward that reads `layer` with all the help it needs."""
-    current.forward, current.reading = Forward(nn.Identity(), Arguments((), {}, ())), layer
+    current.forward = Forward(nn.Identity(), Arguments((), {}, ()), reading=layer)
     try:
         yield
     finally:
-        current.forward = current.reading = None
+        current.forward = None
 
 
 PIPELINE_PRESSES = {

@@ -294,15 +294,16 @@ class PrunedLayer(DynamicLayer):
         if self.needs is ReadingNeeds.NOTHING and not self.is_first:
             return
         n_new = keys.shape[2]
-        reading = current.reading
-        helped = current.forward is not None and (reading is self or isinstance(reading, OneMask))
+        forward = current.forward
+        reading = None if forward is None else forward.reading
+        helped = reading is self or isinstance(reading, OneMask)
         # A model that is exported, or compiled by transformers 5.2, also masks a single token.
         traced = torch.compiler.is_compiling if CROP_TAKES_LENGTH else torch.compiler.is_exporting
         is_unmasked = n_new == 1 and not traced()
         harmless = ReadingNeeds.MASK_OF_MANY if is_unmasked else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
-        alone = current.forward is None and not torch.compiler.is_compiling()
+        alone = forward is None and not torch.compiler.is_compiling()
         if self.is_first and self.is_rerotated and alone:
             given.check_positions(int(self.get_seq_length()), n_new)
         sized = helped or self.has_sized_mask or torch.compiler.is_compiling()
@@ -317,13 +318,14 @@ class PrunedLayer(DynamicLayer):
         if isinstance(query_length, Tensor):  # traced, or cache_position of transformers 5.2
             query_length = len(query_length) if query_length.dim() else int(query_length)
         self.has_sized_mask = True
+        forward = current.forward
         if self.is_pruned and not torch.compiler.is_compiling():
             count = self.get_seq_length()
-            if current.forward is None and not self.needs & ReadingNeeds.ATTENTION:
+            if forward is None and not self.needs & ReadingNeeds.ATTENTION:
                 given.check_mask(self.kept, self.n_seen, count, query_length)
             if query_length > 1:
                 given.check_tokens(self.n_seen, count, query_length)
-        if current.reading is OneMask.OF_ONE_COLUMN:
+        if forward is not None and forward.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old
 

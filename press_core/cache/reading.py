@@ -23,11 +23,11 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import MASKED, Masked
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
-from press_core.forward import Arguments, Forward, OneMask, current
+from press_core.forward import Arguments, Forward, OneMask
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
-BUILT_FOR_SLOTS, READ = "built for slots", "read"
+BUILT_FOR_SLOTS = "built for slots"
 
 # ---- once per forward ----------------------------------------------------------------------------
 
@@ -258,10 +258,9 @@ def helped(
         return given
     if layer.needs & ReadingNeeds.ATTENTION and not attends:
         return given
-    current.reading = layer
-    if (READ, site.name) in forward.notes:  # another scope has prepared this call
+    if forward.reading is layer:  # another scope has prepared this call
         return given
-    forward.notes[READ, site.name] = True
+    forward.reading = layer
     if layer.is_rerotated:
         given = _with_positions(forward, site, given, layer)
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens)
