@@ -116,7 +116,7 @@ class KvpressCompatible(Press):
         """Called by the hook after an attention forward that the scope acts in."""
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
-        passed.forward.progress[scope].depths.add(passed.site.place.depth)
+        passed.forward.acting[scope].depths.add(passed.site.place.depth)
         kwargs = {**_named_as_before(passed.given.kwargs), FORWARD: (scope, passed)}
         if passed.cache is not None and "cache_position" not in kwargs:  # after transformers 5.2
             states, end = passed.hidden_states, passed.cache.get_seq_length(passed.site.layer_idx)

@@ -40,7 +40,7 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
 
 
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
-    passed.forward.progress[scope].depths.add(passed.site.place.depth)
+    passed.forward.acting[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
         decisions = judged(press, *observed)
@@ -143,7 +143,7 @@ def _decoding_step(
 ) -> Observed | None:
     """The call over a layer while decoding; None if no pruning is due: states are buffered."""
     images.require_causal(scope, passed)
-    traits, progress = scope.traits, passed.forward.progress[scope]
+    traits, progress = scope.traits, passed.forward.acting[scope]
     n_new = passed.hidden_states.shape[1]
     due = press.is_due(progress.n_steps, n_new)
     memory = layer.memories.get(scope.key, Memory())

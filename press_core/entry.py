@@ -221,8 +221,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
         for site in scope.sites:
             check_prunable(cache, site.layer_idx)
     if scope.traits.phases & Phase.IN_PREFILL:
-        forward.progress[scope] = Progress()
-        forward.acting.append(scope)
+        forward.acting[scope] = Progress()
 
 
 def _continue(scope: ScopeState, forward: Forward) -> None:
@@ -236,10 +235,9 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         return
     first, memory = scope.counted(cache)
     scope.remember(cache, scope.sites[0].layer_idx, first, memory)
-    progress = Progress(memory.ticks - FIRST, memory.all_ticks - FIRST)
-    forward.progress[scope] = progress
-    if scope.acts_in_step(progress.n_steps, forward.n_tokens):
-        forward.acting.append(scope)
+    n_steps, n_forwards = memory.ticks - FIRST, memory.all_ticks - FIRST
+    if scope.acts_in_step(n_steps, forward.n_tokens):
+        forward.acting[scope] = Progress(n_steps, n_forwards)
 
 
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
@@ -290,10 +288,10 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
         ScopeError: if it has pruned others; if all layers are whole, a warning when it closes is
             enough.
     """
-    progress, sites = forward.progress.get(scope), scope.sites
+    progress, sites = forward.acting.get(scope), scope.sites
     if progress is None or len(progress.depths) == len(sites):
         return
-    if not progress.depths and not (forward.is_context and scope in forward.acting):
+    if not progress.depths and not forward.is_context:
         return
     cache = cache_after(forward, output)
     filled = {site.place.depth for site in sites if not is_empty(cache, site.layer_idx)}

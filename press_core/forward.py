@@ -126,8 +126,7 @@ class Forward:
         is_context: whether it is part of a prefill: it began with an empty cache, or is a chunk.
         n_remaining: tokens of the context that follow in later chunks, in a chunked prefill.
         entered: scopes that were open when it began, the outermost first.
-        acting: those of them that act around its attention modules.
-        progress: state of each scope in this forward.
+        acting: those of them that act around its attention modules, each with its state.
         outer: the forward of this or another decoder in which this one runs.
         notes: values computed once for all layers: masks, positions, notes of a press.
         helps: whether it reads layers that need their own masks or positions.
@@ -145,8 +144,7 @@ class Forward:
     is_context: bool = True
     n_remaining: int = 0
     entered: list[Any] = field(default_factory=list)
-    acting: list[Any] = field(default_factory=list)
-    progress: dict[Any, Progress] = field(default_factory=dict)
+    acting: dict[Any, Progress] = field(default_factory=dict)
     outer: Forward | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
     helps: bool = False

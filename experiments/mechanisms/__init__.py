@@ -76,7 +76,7 @@ class Pruner:
         of_decoder = given.replace(past_key_values=cache, inputs_embeds=hidden_states)
         forward = Forward(module, of_decoder)
         if cache is not None and cache.get_seq_length(site.layer_idx) == forward.n_tokens:
-            forward.progress[self.scope] = Progress()  # it was a prefill
+            forward.acting[self.scope] = Progress()  # it was a prefill
             passed = AttentionPass(forward, site, given, output, None)
             after_attention(self.scope, self.scope.press, passed)
 
