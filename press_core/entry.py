@@ -100,7 +100,7 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
         forward = _joined(scope, given)
         if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
             return forward
-    if scope.traits.counts and not _waits(scope, cache, given):
+    if scope.traits.phases & Phase.DECODING and not _waits(scope, cache, given):
         return forward or _joined(scope, given)
     if not is_compiling:  # compiled forwards are not counted, and contain what is installed
         _note_whole(scope, cache, layers, first)

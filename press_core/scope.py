@@ -41,23 +41,20 @@ class Traits:
     """The traits of a press, read once per scope: a composition computes them from its parts.
 
     Attributes:
-        needs, phases, buffered_tokens: those of the press and its parts.
+        phases, buffered_tokens: those of the press and its parts.
         reads_queries: whether the press reads the queries of attention forwards.
         reads_hidden_states: whether the press reads hidden states.
         remembers: whether the press stores values per token; see `Press.remember`.
         may_pass: whether the press has nothing to do in most decode steps.
-        counts: whether it counts decode steps all the same, to prune after some of them.
         thread: the only thread whose forwards the scope takes part in; None: all threads.
     """
 
-    needs: Needs
     phases: Phase
     buffered_tokens: int
     reads_queries: bool
     reads_hidden_states: bool
     remembers: bool
     may_pass: bool
-    counts: bool
     thread: int | None
 
     @classmethod
@@ -66,14 +63,12 @@ class Traits:
         others = phases & ~(Phase.ON_CONTEXTS | Phase.DECODING)
         remembers = bool(needs & Needs.MEMORY)
         return cls(
-            needs,
             phases,
             press.buffered_tokens,
             reads_queries=bool(needs & Needs.QUERIES) and bool(phases & AROUND),
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=remembers,
             may_pass=not (remembers or others) and thread is None,
-            counts=bool(phases & Phase.DECODING),
             thread=thread,
         )
 
