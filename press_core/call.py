@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from press_core.errors import UnsupportedInputError
-from press_core.model.rotary import alike
+from press_core.model.rotary import Rotary, alike
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, OpenScope, Positions, Query
 from press_core.select import gather_each, gather_tokens, upcast
@@ -89,24 +89,23 @@ class AttentionCall:
         """
         if self.at.tokens is not None and self.at.rotary is not None:
             return self.at.rotary.flatten(1).amax(dim=1, keepdim=True) + 1
-        if self._has_positions_in_3d and self.at.embeddings is not None:
-            return self._found_position() + 1
+        rotary = self._rotary_in_3d
+        if rotary is not None and self.at.embeddings is not None:
+            return self._found_position(rotary, *self.at.embeddings) + 1
         return self._known_ids()[:, -1:] + 1
 
     @property
-    def _has_positions_in_3d(self) -> bool:
-        """Whether the model gives images positions in three dimensions.
+    def _rotary_in_3d(self) -> Rotary | None:
+        """The rotation, if the model gives images positions in three dimensions; else None.
 
         The position ids that attention modules get are then missing, or different ones.
         """
-        return self.site.rotary is not None and self.site.rotary.in_3d
+        rotary = self.site.rotary
+        return rotary if rotary is not None and rotary.in_3d else None
 
-    def _found_position(self) -> Tensor:
-        assert self.site.rotary is not None
-        assert self.at.embeddings is not None
+    def _found_position(self, rotary: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
         limit = max(self.length, self.hidden_states.shape[1], *(self.when.seen or (0,)))
-        cos, sin = self.at.embeddings
-        found = self.site.rotary.find(cos[:, -1:], sin[:, -1:], limit)
+        found = rotary.find(cos[:, -1:], sin[:, -1:], limit)
         if bool((found < 0).any()):
             raise UnsupportedInputError(
                 f"the last token given to {self.site.name} has no text position, as in an image or "
@@ -201,7 +200,7 @@ class AttentionCall:
         """
         if self.at.rotary is not None:
             return self.at.rotary
-        if self._has_positions_in_3d:
+        if self._rotary_in_3d is not None:
             raise UnsupportedInputError(
                 f"cannot rotate the keys of {self.site.name} back: the model gives images "
                 "positions in three dimensions, and those of earlier forwards are not stored; "
@@ -230,11 +229,10 @@ class AttentionCall:
 
     def keys_are_at(self, positions: Tensor) -> bool:
         """Whether the keys are rotated to `positions` `(B, H_kv, S)`, the same in every head."""
-        as_given = self._cos_sin_of_keys()
-        if not self._has_positions_in_3d or as_given is None:
+        rotary, as_given = self._rotary_in_3d, self._cos_sin_of_keys()
+        if rotary is None or as_given is None:
             return torch.equal(self.key_positions().expand_as(positions), positions)
-        assert self.site.rotary is not None
-        made = self.site.rotary.embeddings(as_given[0], positions[:, 0])
+        made = rotary.embeddings(as_given[0], positions[:, 0])
         return all(bool(alike(m[:, None], g).all()) for m, g in zip(made, as_given, strict=True))
 
     def _cos_sin_of_keys(self) -> tuple[Tensor, Tensor] | None:
