@@ -142,15 +142,11 @@ def _of_heads(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
 
 def _readers(held: Tensor, starts: Tensor, size: int, n: int) -> Tensor:
     """`(n, w)` int64: the heads in each block, in order, padded by repeating the last one."""
-    first = starts // size
-    n_read = torch.where(held > 0, (starts + held - 1) // size - first + 1, 0)
-    heads = torch.arange(len(held)).repeat_interleave(n_read)
-    blocks = first[heads] + torch.arange(len(heads)) - (n_read.cumsum(0) - n_read)[heads]
-    of_blocks = blocks.bincount(minlength=n)
-    nth = torch.arange(len(blocks)) - (of_blocks.cumsum(0) - of_blocks)[blocks]
-    readers = torch.full((n, max(1, int(of_blocks.max()))), -1)
-    readers[blocks, nth] = heads
-    return readers.cummax(dim=1).values.clamp(min=0)
+    blocks = torch.arange(n) * size
+    first = torch.searchsorted(starts + held, blocks, right=True).clamp(max=len(held) - 1)
+    last = torch.searchsorted(starts, blocks + size) - 1
+    width = int((last - first).max()) + 1
+    return torch.minimum(first[:, None] + torch.arange(width), last[:, None])
 
 
 def _readings(readers: Tensor, order: Tensor, n_own: int) -> tuple[Tensor, Tensor, Tensor]:
