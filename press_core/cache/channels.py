@@ -23,7 +23,6 @@ class ChannelPrunedLayer(InPlaceLayer):
 
     refusal = "keys that have lost channels"
     unreadable = "this cache stores some channels of its keys only" + UNREADABLE
-    had = "it had lost channels"
 
     def __init__(self, inner: Any, channels: Tensor, head_dim: int) -> None:
         super().__init__(inner)

@@ -16,13 +16,7 @@ UNREADABLE = (
 
 
 class InPlaceLayer(PrunedLayer):
-    """A pruned layer that stores states in a special format.
-
-    Attributes:
-        had: state of the layer before a reset, for the error message.
-    """
-
-    had: str
+    """A pruned layer that stores states in a special format."""
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append the states `(B, H_kv, q, d)` of new tokens."""
@@ -40,7 +34,7 @@ class InPlaceLayer(PrunedLayer):
             ScopeError: if no open scope provides the attention function, or if the layer was reset.
         """
         if not self.is_initialized:
-            raise ScopeError(f"this cache was reset while {self.had}; make a new one")
+            raise ScopeError(f"this cache was reset while it had {self.refusal}; make a new one")
         self.check_readable(key_states)
         self.append(key_states, value_states)
         return key_states, value_states

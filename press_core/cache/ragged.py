@@ -48,7 +48,6 @@ class RaggedLayer(InPlaceLayer):
 
     refusal = "heads of different lengths"
     unreadable = "the heads of this cache hold different numbers of tokens" + UNREADABLE
-    had = "head-wise compressed"
 
     keys: Any = None
     values: Any = None
