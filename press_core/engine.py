@@ -76,7 +76,7 @@ def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> Decisi
         is_empty = slots is not None and not len(slots)  # a row without tokens in this turn
         eviction = Eviction.nothing(part) if is_empty else ranks.decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
-    return Decisions(call, groups)
+    return Decisions(call, groups, occupied)
 
 
 # ---- observing -----------------------------------------------------------------------------------

@@ -57,13 +57,17 @@ class Decisions:
     Attributes:
         call: the call of the whole batch.
         groups: the row groups.
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
         evictions: the eviction of each group.
         length: number of slots that the longest group keeps.
         is_whole: whether nothing is evicted in any group.
     """
 
-    def __init__(self, call: AttentionCall, groups: list[RowGroup]) -> None:
+    def __init__(
+        self, call: AttentionCall, groups: list[RowGroup], occupied: Tensor | None
+    ) -> None:
         self.call, self.groups = call, groups
+        self.occupied = None if occupied is None else occupied.to(call.keys.device)
         self.evictions = [group.eviction for group in groups]
         self.length = max([eviction.length for eviction in self.evictions])
         self.is_whole = all([eviction.is_whole for eviction in self.evictions])
@@ -77,22 +81,8 @@ class Decisions:
     @property
     def rows(self) -> tuple[int, ...] | None:
         """Number of slots that each row fills; None: all of them, and there was no padding."""
-        lengths = [eviction.length for eviction in self.evictions]
-        slots = [group.slots for group in self.groups if group.slots is not None]
-        if not slots and min(lengths) == self.length:
-            return None
-        return self.numbers(lambda eviction: eviction.length)
-
-    def occupied(self) -> Tensor | None:
-        """Which of the `S` slots hold tokens, `(B, S)` bool; None: all."""
-        if all([group.slots is None for group in self.groups]):
-            return None
-        keys = self.call.keys
-        occupied = torch.zeros(len(keys), self.call.length, dtype=torch.bool, device=keys.device)
-        for group in self.groups:
-            for row in group.rows:
-                occupied[row, slice(None) if group.slots is None else group.slots] = True
-        return occupied
+        lengths = self.numbers(lambda eviction: eviction.length)
+        return None if self.occupied is None and min(lengths) == self.length else lengths
 
     def numbers(self, of_group: Callable[[Eviction], int]) -> tuple[int, ...]:
         """A number per row, from `of_group` of its group's eviction."""

@@ -107,7 +107,7 @@ def _positions(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
 
 def real_tokens(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
     """Which of the tokens seen are not padding, `(B, n_seen)` bool; None: all."""
-    occupied = decisions.occupied()
+    occupied = decisions.occupied
     if occupied is None and old.kept.real is None:
         return None
     keys, n_seen = decisions.call.keys, old.n_seen
@@ -209,7 +209,7 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
 
 def _evict_late(layer: RaggedLayer, decisions: Decisions) -> None:
     """Evict tokens of earlier forwards, and the padding among this forward's tokens."""
-    real, occupied = real_tokens(layer, decisions), decisions.occupied()
+    real, occupied = real_tokens(layer, decisions), decisions.occupied
     if occupied is not None:
         layer.evict(~occupied[:, None].expand(-1, layer.n_heads, -1), real)
     layer.carry(_carried(decisions, missing=float("inf")))
