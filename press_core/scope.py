@@ -244,7 +244,6 @@ class Scope:
     def __init__(self, press: InstalledPress, model: nn.Module) -> None:
         self.press, self.model = press, model
         self.state: ScopeState | None = None
-        self._lock = threading.Lock()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def open(self) -> None:
@@ -254,7 +253,7 @@ class Scope:
             PressError: if the press does not fit the model; nothing is installed then.
             ScopeError: if the scope is already open.
         """
-        with _opening, self._lock:
+        with _opening:
             if self.state is not None and self.state.is_open:
                 raise ScopeError(
                     f"this scope of {type(self.press).__name__} is open already; call the press "
@@ -277,7 +276,7 @@ class Scope:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def remove(self) -> None:
         """Remove the press from the model; no effect if the scope is not open."""
-        with self._lock:
+        with _opening:
             state = self.state
         if state is not None:
             state.close()
