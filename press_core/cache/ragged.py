@@ -7,7 +7,7 @@ all heads and are stored in separate tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -128,20 +128,13 @@ class RaggedLayer(InPlaceLayer):
         if self.room is not None:
             stay_in_place(self.keys, self.values, blocks.heads, blocks.hidden)
 
-    def packed(self, heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of the kept context, head after head, without recent tokens.
-
-        Args:
-            heads: indices of heads; None: all.
 
         Returns:
             Keys and values `(sum(held), d)`, and their sequence positions.
         """
-        index = self.blocks.slots(self.held)
-        if heads is not None:
-            of_heads = index.split(self.held)
-            index = torch.cat([of_heads[h] for h in heads])
-        index = index.to(self.keys.device)
+        index = self.blocks.slots(self.held).to(self.keys.device)
         states = (self.keys.flatten(0, 1), self.values.flatten(0, 1), self.slots.flatten())
         keys, values, positions = (x.index_select(0, index) for x in states)
         return keys, values, positions
@@ -296,8 +289,9 @@ class RaggedLayer(InPlaceLayer):
 
     def select_rows(self, rows: Tensor) -> None:
         heads = [row * self.n_heads + h for row in rows.tolist() for h in range(self.n_heads)]
-        keys, values, positions = self.packed(heads)
-        chosen = torch.arange(len(keys), device=keys.device)
+        keys, values, positions = self.packed()
+        of_heads = torch.arange(len(keys), device=keys.device).split(self.held)
+        chosen = torch.cat([of_heads[h] for h in heads])
         self.lay_out(keys, values, positions, chosen, [self.held[h] for h in heads])
         self.recent.select_rows(rows)
 
