@@ -38,10 +38,8 @@ class Arguments(NamedTuple):
 
     def get(self, name: str) -> Any:
         """The argument called `name`, positional or by keyword, or None."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        index = self.names.index(name) if name in self.names else len(self.args)
-        return self.args[index] if index < len(self.args) else None
+        positional = dict(zip(self.names, self.args, strict=False))
+        return self.kwargs.get(name, positional.get(name))
 
     @property
     def cache(self) -> Any:
