@@ -74,8 +74,7 @@ def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str =
     if mask is None:
         return causal(n_queries, n, device)[None, None]
     if isinstance(mask, BlockMask):
-        first = mask.seq_lengths[0] - n_queries, mask.seq_lengths[1] - n
-        return _sees(mask, first[0] + torch.arange(n_queries)[:, None], first[1] + torch.arange(n))
+        return columns_from(mask, n_queries, mask.seq_lengths[1] - n, n)
     columns = is_visible(mask[..., mask.shape[-1] - n :])
     if mask.dim() == 2:
         return columns[:, None, None] & causal(n_queries, n, mask.device)
