@@ -78,6 +78,16 @@ def test_an_exception_after_the_layers_leaves_no_cache_to_read(package):
                 scope.model(token_ids(1, 20), past_key_values=cache)
 
 
+@both
+def test_a_replay_that_fails_between_layers_leaves_no_cache_to_read(package):
+    cache, layers = DynamicCache(), [0]
+    with package.KVComposePress(0.5)(build("llama")) as scope:
+        scope.state.tally.record = lambda *_: layers.pop()  # fails for the second layer
+        for error in (IndexError, ScopeError):
+            with pytest.raises(error, match=r"pop|exception ended"):
+                scope.model(token_ids(1, 20), past_key_values=cache)
+
+
 # ---- what a press returns ------------------------------------------------------------------------
 
 SCORES = {
