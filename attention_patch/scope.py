@@ -24,7 +24,6 @@ from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
 from press_core.entry import begin, joined_forward, leave
-from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, Forward, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
@@ -119,8 +118,11 @@ class Reading(InstalledPress):
     evicts = Evicts.NOTHING
     phases = Phase.NEVER
 
+    def site_needs(self) -> list[str]:
+        return ["attention"]
+
     def check_site(self, site: AttentionSite) -> None:
-        check_interface(site)
+        super().check_site(site)
         if self.backend is not None:
             check_backend(self.backend, site)
 
@@ -193,17 +195,3 @@ def _within(scope: ScopeState, forward: Forward, call_next: Any) -> Any:
 
 
 _eagerly_around_decoder = torch.compiler.disable(around_decoder)
-
-
-def check_interface(site: AttentionSite) -> None:
-    """Raise if the module does not call the attention interface.
-
-    Raises:
-        UnsupportedModelError: if so.
-    """
-    if not site.signature.hands_on:
-        raise UnsupportedModelError(
-            f"{type(site.module).__name__} ({site.name}) does not call a function of the attention "
-            "registry with its keyword arguments, so it cannot attend head by head; "
-            'load the model with attn_implementation="sdpa"'
-        )

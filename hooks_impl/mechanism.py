@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from attention_patch.scope import check_interface, serve
+from attention_patch.scope import serve
 from hooks_impl.kvpress import KvpressCompatible, observed, queries
 from press_core import entry
 from press_core.collecting import Collecting
@@ -25,7 +25,6 @@ from press_core.running.compiled import enter_eagerly, runs_eagerly
 from press_core.running.copies import Hook, LayerHook
 from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import TokenScorer
-from press_core.traits import Needs
 
 __all__ = ["BasePress", "Collector", "ScorerPress", "observed", "queries"]
 
@@ -88,13 +87,6 @@ class BasePress(KvpressCompatible, InstalledPress):
             return act(args, output)
 
         return module.register_forward_hook(Hook(hook))
-
-    def check_site(self, site: AttentionSite) -> None:
-        super().check_site(site)
-        if self.evicts.needs_attention:
-            check_interface(site)
-        if self.needs & Needs.QUERIES:
-            _ = site.query_module  # raises if a hook cannot observe the query
 
 
 @dataclass

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import is_covered, wrap
-from attention_patch.scope import around_decoder, check_interface, serve
+from attention_patch.scope import around_decoder, serve
 from press_core import engine, entry
 from press_core.collecting import Collecting
-from press_core.errors import PressError, ScopeError, UnsupportedModelError
+from press_core.errors import PressError, ScopeError
 from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite, Bystander
 from press_core.observed import Query
@@ -83,17 +83,6 @@ class BasePress(InstalledPress):
             return output if changed is None else changed
 
         return wrap(module, "forward", around)
-
-    def check_site(self, site: AttentionSite) -> None:
-        super().check_site(site)
-        if self.evicts.needs_attention:
-            check_interface(site)
-        if self.needs & Needs.QUERIES and not site.signature.hands_on:
-            raise UnsupportedModelError(
-                f"{type(site.module).__name__} ({site.name}) does not call a function of the "
-                "attention registry with its keyword arguments, so that a patch cannot see its "
-                "queries; use the press of the same name from hooks_impl"
-            )
 
 
 @dataclass

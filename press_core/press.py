@@ -312,10 +312,8 @@ class Press:
         """
         name = type(self).__name__
         for need in self.site_needs():
-            if need in site.refusals:
-                raise UnsupportedModelError(
-                    f"{name} needs {NEEDS[need]}, and {site.refusals[need]}"
-                )
+            if why := site.refusal(need):
+                raise UnsupportedModelError(f"{name} needs {NEEDS[need]}, and {why}")
         moves_earlier = self.phases & Phase.BEFORE_DECODING and self.needs & Needs.ROPE
         if moves_earlier and site.rotary is not None and site.rotary.in_3d:
             raise UnsupportedModelError(
@@ -327,7 +325,7 @@ class Press:
             part.check_site(site)
 
     def site_needs(self) -> list[str]:
-        """What the press requires of an attention module: keys of `AttentionSite.refusals`."""
+        """What the press requires of an attention module: see `AttentionSite.refusal`."""
         reads_states = not self.needs & Needs.POSITIONS_ALONE
         needs = {
             "tokens": self.evicts is not Evicts.NOTHING,
@@ -336,6 +334,8 @@ class Press:
             "key norms": self.needs & Needs.KEY_NORMS,
             "rope": self.needs & Needs.ROPE,
             "heads": self.evicts.needs_attention,
+            "attention": self.evicts.needs_attention,
+            f"queries by {self.mechanism}": self.needs & Needs.QUERIES,
         }
         return [need for need, is_needed in needs.items() if is_needed]
 

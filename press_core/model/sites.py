@@ -20,6 +20,9 @@ NEEDS = {
     "key norms": "keys of different norms",
     "rope": "rotary position embeddings",
     "heads": "heads that can keep different numbers of tokens",
+    "attention": "an attention function that can be replaced",
+    "queries by hooks": "queries that a hook can observe",
+    "queries by patches": "queries that a patch can observe",
 }
 """What a press may need of an attention module (see `Press.site_needs`), for error messages."""
 
@@ -112,7 +115,7 @@ class AttentionSite:
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         ranks: the tensor-parallel ranks that share the heads.
         query_source: the submodule output that holds the query, for hooks; None: there is none.
-        refusals: by need (see `Press.site_needs`), why the module does not meet it.
+        refusals: by need, why the module does not meet it, as the probe found; see `refusal`.
     """
 
     name: str
@@ -134,6 +137,17 @@ class AttentionSite:
     def scaling(self) -> float:
         """Factor on the attention logits."""
         return self.softmax.scaling
+
+    def refusal(self, need: str) -> str | None:
+        """Why the module does not meet a need of a press (see `Press.site_needs`), or None."""
+        if need in ("attention", "queries by patches") and not self.signature.hands_on:
+            return (
+                f"{type(self.module).__name__} ({self.name}) does not call a function of the "
+                "attention registry with its keyword arguments, so that it cannot attend head by "
+                'head, nor a patch see its queries; load the model with attn_implementation="sdpa",'
+                " or use a press from hooks_impl that keeps the same number of tokens in each head"
+            )
+        return self.refusals.get(need)
 
     def grouped(self, of_heads: Tensor) -> Tensor:
         """`(B, H, ...)` with query heads reordered so that head `h` belongs to KV head `h // G`."""
@@ -165,13 +179,8 @@ class AttentionSite:
 
     @cached_property
     def query_module(self) -> nn.Module:
-        """The submodule whose output holds the query, for a hook, as verified by the probe.
-
-        Raises:
-            UnsupportedModelError: if there is none. Patches do not need it.
-        """
-        if self.query_source is None:
-            raise UnsupportedModelError(self.refusals["hooked queries"])
+        """The submodule whose output holds the query, for a hook, as verified by the probe."""
+        assert self.query_source is not None
         return self.module.get_submodule(self.query_source.child)
 
     def query_in(self, output: Tensor) -> Tensor:

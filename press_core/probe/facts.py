@@ -174,7 +174,7 @@ def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
         f"{', '.join(seen.outputs) or 'its submodules'} becomes what attention receives; use the "
         "press of the same name from patch_impl, which sees the query itself"
     )
-    return facts.refused(why, "hooked queries")
+    return facts.refused(why, "queries by hooks")
 
 
 def order_of_heads(call: Attended, keys: Tensor, values: Tensor) -> tuple[int, ...] | None:
