@@ -202,9 +202,7 @@ class Eviction:
         rotary = second.rotary_positions
         if rotary is None and self.rotary_positions is not None:
             rotary = self.rotary_positions.gather(-1, second.known_kept)
-        kept = self.kept
-        if kept is not None:
-            kept = None if second.kept is None else kept.gather(-1, second.kept)
+        kept = None if second.kept is None else self.known_kept.gather(-1, second.kept)
         return replace(
             second,
             call=self.call,
