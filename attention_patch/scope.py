@@ -87,8 +87,7 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
     Args:
         backend: name of the kernel, see `kernels`; None: chosen per call.
     """
-    if site.signature.interface is not None:
-        yield intercept(site.signature.interface)
+    yield intercept(site.signature.interface)
     yield wrap(site.module, "forward", partial(_forward, site, backend))
 
 
