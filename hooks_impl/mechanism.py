@@ -83,10 +83,7 @@ class BasePress(KvpressCompatible, InstalledPress):
             yield module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return act(args, output)
-
-        return module.register_forward_hook(Hook(hook))
+        return module.register_forward_hook(Hook(lambda _, *call: act(*call)))
 
 
 @dataclass
