@@ -63,7 +63,7 @@ class BasePress(InstalledPress):
         for site in scope.sites:
             if self.evicts.needs_attention:
                 yield from serve(site)
-            if scope.traits.reads_queries and site.signature.interface is not None:
+            if scope.traits.reads_queries:
                 yield intercept(site.signature.interface)
             if is_covered(site.module, "forward"):
                 raise ScopeError(
@@ -119,9 +119,7 @@ def _attention(
 ) -> Any:
     """Called instead of an attention module's forward; prunes the layer that it has filled."""
     forward = current.forward
-    if forward is None:
-        return call_next(*args, **kwargs)
-    if not forward.helps and scope not in forward.acting:
+    if forward is None or not (forward.helps or scope in forward.acting):
         return call_next(*args, **kwargs)
     given = Arguments(args, kwargs, site.signature.parameters)
     given = entry.before_attention(forward, site, given)
