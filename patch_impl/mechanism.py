@@ -21,7 +21,7 @@ from press_core.model.sites import AttentionSite, Bystander
 from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
-from press_core.press import Press, RatioPress
+from press_core.press import RatioPress
 from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import TokenScorer
 from press_core.traits import Needs, also_needs
@@ -158,6 +158,3 @@ def _lost(scope: ScopeState) -> str | None:
         "remove_hook_from_module does with a forward that it had replaced before), and nothing was "
         "pruned there since; undo such changes before the scope opens, or make them inside of it"
     )
-
-
-__all__ = ["BasePress", "Collector", "Press", "ScorerPress"]
