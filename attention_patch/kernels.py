@@ -180,10 +180,8 @@ def blocks(layer: RaggedLayer, query: Query) -> Tensor:
 
 def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     """For layouts in which every head reads exactly one block: one plain softmax per head."""
-    states, (recent_keys, recent_values) = (
-        _rows(layer, query) * query.factor(),
-        layer.recent_states(),
-    )
+    states = _rows(layer, query) * query.factor()
+    recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states)
     n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
     logits = torch.cat((old, recent), dim=-1)
