@@ -235,9 +235,6 @@ class PrefillDecoding(Composition):
     def amount(self) -> Amount:
         return 0.0 if self.prefilling_press is None else self.prefilling_press.amount
 
-    def is_due(self, n_steps: int, n_new: int) -> bool:
-        return self.decoding_press is not None and self.decoding_press.is_due(n_steps, n_new)
-
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
         press = self.decoding_press
         return press is not None and press.is_awaited(n_steps, n_new, n_buffered)
