@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,6 @@ QUERY = "query"
 """In `Forward.notes`: an attention module, and what holds its query."""
 
 
-@dataclass
 class BasePress(KvpressCompatible, InstalledPress):
     """A press installed by hooks: after an attention module has run, compress what it cached.
 
@@ -86,7 +84,6 @@ class BasePress(KvpressCompatible, InstalledPress):
         return module.register_forward_hook(Hook(lambda _, *call: act(*call)))
 
 
-@dataclass
 class ScorerPress(RatioPress, TokenScorer, BasePress):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens.
 
@@ -101,9 +98,7 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
         return True
 
 
-@dataclass
-class Collector(Collecting, BasePress):
-    pass
+class Collector(Collecting, BasePress): ...
 
 
 BasePress.collector = Collector

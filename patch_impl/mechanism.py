@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,6 @@ from press_core.scoring import TokenScorer
 from press_core.traits import Needs, also_needs
 
 
-@dataclass
 class BasePress(InstalledPress):
     """A press installed by patches: after an attention module has run, compress what it cached.
 
@@ -85,7 +83,6 @@ class BasePress(InstalledPress):
         return wrap(module, "forward", around)
 
 
-@dataclass
 class ScorerPress(RatioPress, TokenScorer, BasePress):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens.
 
@@ -99,9 +96,7 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
         return True
 
 
-@dataclass
-class Collector(Collecting, BasePress):
-    pass
+class Collector(Collecting, BasePress): ...
 
 
 BasePress.collector = Collector

@@ -383,7 +383,6 @@ class RatioPress(Press):
         return self.compression_ratio  # which may be a property of a user's class
 
 
-@dataclass
 class MeasuredPress(Press):
     """A press without a field for a ratio: its compression ratio is measured in a run."""
 

@@ -20,7 +20,6 @@ from press_core.select import is_dense, top_positions
 from press_core.traits import Needs, Phase
 
 
-@dataclass
 class BudgetPress(Press):
     """A press that evicts nothing from a call within its budget."""
 
@@ -38,7 +37,6 @@ class BudgetPress(Press):
         """What to keep of `call` with a budget of `n` tokens per KV head, `n < S`."""
 
 
-@dataclass
 class TokenScorer(BudgetPress):
     """A press that gives each token a score and keeps the best.
 
@@ -80,7 +78,6 @@ class TokenScorer(BudgetPress):
         return scores
 
 
-@dataclass
 class RatioScorer(RatioPress, TokenScorer):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
 
@@ -113,7 +110,6 @@ def acts_in_prefill_only(press: Press) -> bool:
     return press.phases & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL
 
 
-@dataclass
 class Composition(MeasuredPress):
     """A press that uses other presses, which it never modifies."""
 
@@ -142,7 +138,6 @@ class Around(Composition):
         return self.press
 
 
-@dataclass
 class Wrapper(Around):
     """A press that wraps another and uses its budget."""
 

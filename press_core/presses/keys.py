@@ -25,7 +25,6 @@ from press_core.select import best_first, leading, protect, true_indices, upcast
 from press_core.traits import Evicts, Needs
 
 
-@dataclass
 class Knorm(RatioScorer):
     """Keeps the keys with the smallest L2 norm (Devoto et al., arXiv 2406.11430).
 
@@ -44,7 +43,6 @@ def knorm_scores(keys: Tensor) -> Tensor:
     return -torch.linalg.vector_norm(upcast(keys), dim=-1)
 
 
-@dataclass
 class KeyDiff(RatioScorer):
     """Keeps the keys least similar to the mean key direction (Park et al., arXiv 2504.15364).
 

@@ -27,7 +27,6 @@ from press_core.tiles import rows_at_once
 from press_core.traits import Needs
 
 
-@dataclass
 class ObservedAttention(RatioScorer):
     """Keeps the keys that received most attention during prefill (after H2O, arXiv 2306.14048).
 
@@ -60,7 +59,6 @@ class WindowScorer(RatioScorer):
         return avg_pool1d(scores, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
 
-@dataclass
 class SnapKV(WindowScorer):
     """Keeps the keys that the last queries attend to most (Li et al., arXiv 2404.14469).
 
@@ -112,7 +110,6 @@ class PyramidKV(SnapKV):
         return round(high - place.depth * (high - low) / max(1, place.n_sites - 1))
 
 
-@dataclass
 class TOVA(RatioScorer):
     """Keeps the keys that the last query attends to most (Oren et al., arXiv 2401.06104).
 

@@ -88,7 +88,6 @@ class Critical(Wrapper):
         return raised(weighted, first, 1 + share.nan_to_num(1))  # all are equal, or infinite
 
 
-@dataclass
 class CriticalKV(Critical, TokenScorer):
     """Keeps the tokens whose scores and projected values are large (CriticalKV, arXiv 2502.03805).
 
