@@ -85,31 +85,23 @@ class Calibration:
         """Check the tensors' names, shapes and ranges.
 
         Raises:
-            CalibrationError: naming the tensors, if they are not those of `dims`, disagree about a
-                size, are empty, or hold numbers not `within` the limits.
+            CalibrationError: with the shapes of all tensors, if they are not those of `dims`,
+                disagree about a size, are empty, or hold numbers not `within` the limits.
         """
-        sizes, named = self._sizes(), f"{', '.join(self.tensors)} of {self.kind}"
-        if 0 in sizes.values():
-            raise CalibrationError(f"{named}: a tensor is empty")
-        low, high = self.within
-        if not all(bool(((x >= low) & (x <= high)).all()) for x in self.tensors.values()):
-            raise CalibrationError(f"{named} must be numbers from {low:g} to {high:g}")
+        (low, high), dims, sizes = self.within, self.dims(), self._sizes()
+        shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
+        fits = shapes == {name: tuple(map(sizes.get, dims[name].split())) for name in dims}
+        if not fits or not all(_is_within(x, low, high) for x in self.tensors.values()):
+            raise CalibrationError(
+                f"{self.kind} of {shapes!s:.300}: it must have {dims!s:.300}, of numbers from "
+                f"{low:g} to {high:g}"
+            )
 
     def _sizes(self) -> dict[str, int]:
-        """Size of each dimension by its name; tensors must agree on dimensions of the same name."""
-        tensors, dims = self.tensors, self.dims()
-        sizes = {n: int(n) for names in dims.values() for n in names.split() if n.isdigit()}
-        named = [(dims.get(name, "").split(), x.shape) for name, x in tensors.items()]
-        fits = dims.keys() == tensors.keys() and all(
-            len(names) == len(shape)
-            and all(sizes.setdefault(n, size) == size for n, size in zip(names, shape, strict=True))
-            for names, shape in named
-        )
-        if not fits:
-            found = ", ".join(f"{n} {tuple(x.shape)}" for n, x in tensors.items())
-            wanted = ", ".join(f"{n} ({dims[n]})" for n in dims)
-            raise CalibrationError(f"{self.kind} of {found:.300}: it must have {wanted:.300}")
-        return sizes
+        """Size of each dimension by its name, for one of the tensors that have it."""
+        dims, tensors = self.dims(), self.tensors.items()
+        named = [zip(dims.get(name, "").split(), x.shape, strict=False) for name, x in tensors]
+        return {n: int(n) if n.isdigit() else size for pairs in named for n, size in pairs}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -203,6 +195,11 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_in_words(self.sizes)})"
+
+
+def _is_within(x: Tensor, low: float, high: float) -> bool:
+    """Whether `x` is not empty, and holds numbers from `low` to `high`."""
+    return x.numel() > 0 and bool(((x >= low) & (x <= high)).all())
 
 
 def _in_words(sizes: Mapping[str, int]) -> str:
