@@ -215,15 +215,12 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
     for candidate in (path, *(path / name for name in names)):
         if candidate.is_file():
             return candidate
-    is_hub_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not path.is_dir()
-    if not is_hub_id or str(source).endswith(".safetensors"):
-        raise CalibrationError(
-            f"there is no file {str(source)!r}, and no {wanted} in it; give a {kind.__name__}, a "
-            "file that its save wrote, a folder that holds one, or a hub id such as owner/name"
-        )
-    cause: Exception = LookupError()
+    is_text = isinstance(source, str) and not path.is_dir() and path.suffix != ".safetensors"
+    is_hub_id = is_text and _HUB_ID.fullmatch(str(source))
+    cause: Exception | None = None
+    on_hub = ""
     # Cached files are used without contacting the hub: presses open often, and may be offline.
-    for offline, name in product((True, False), names):
+    for offline, name in product((True, False), names if is_hub_id else ()):
         parts = kind.published_files if name == kind.published_files[0] else (name,)
         download = partial(huggingface_hub.hf_hub_download, source, local_files_only=offline)
         try:
@@ -231,11 +228,12 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
             return Path(paths[0])
         except (OSError, ValueError, RuntimeError) as error:
             cause = error
+            on_hub = f" or on the hub (no network, no such id, no permission): {first_line(error)}"
         if not offline and isinstance(cause, LocalEntryNotFoundError):
             break  # no connection: do not wait for the next name to time out
     raise CalibrationError(
-        f"there is no file or folder {source!r}, and the hub returned no {wanted} for that id (no "
-        f"network, no such id, or no permission): {first_line(cause)}"
+        f"there is no file {str(source)!r}, and no {wanted} in it{on_hub}; give a {kind.__name__}, "
+        "a file that its save wrote, a folder that holds one, or a hub id such as owner/name"
     ) from cause
 
 
