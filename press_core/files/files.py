@@ -12,7 +12,6 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from press_core.cache.channels import ChannelPrunedLayer
-from press_core.cache.kinds import PrunedHybridLayer, kind_of
+from press_core.cache.in_place import InPlaceLayer
+from press_core.cache.kinds import PrunedHybridLayer
+from press_core.cache.layout import Blocks
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.ragged import RaggedLayer, no_recent
-from press_core.cache.tokens import Kept
+from press_core.cache.ragged import RaggedLayer
+from press_core.cache.tokens import Kept, ReadingNeeds
 from press_core.errors import PressError, UnsupportedCacheError, first_line
 from press_core.select import upcast
 
@@ -35,7 +37,7 @@ METADATA = "hook-or-patch"
 KIND = "compressed cache"
 """Value of the `kind` field in files of this format."""
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Version of the format that is written and read."""
 
 
@@ -148,21 +150,37 @@ def check_version(about: Mapping[str, Any], known: int) -> None:
 MOST = 2**24
 """Upper bound of token counts in a file, which limits the tensors that are made from them."""
 
-_KEPT = (type(None), bool, int, float, str, tuple, torch.dtype, Tensor, Kept)
-_OF_SCOPES = "memories", "needs", "is_first", "has_sized_mask"
+_PLAIN = (type(None), bool, int, float, str, list, tuple, torch.dtype, torch.device, Tensor)
+_OF_SCOPES = "memories", "needs", "is_first", "has_sized_mask", "attended_by"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
+
+Kinds = dict[str, type]
+"""By name, the classes of what a file can hold: the layers of a cache, and their parts."""
+
+
+def kinds_of(config: Any) -> Kinds:
+    """Those for a model.
+
+    Args:
+        config: of the model that fills the cache.
+    """
+    own = PrunedLayer, PrunedHybridLayer, RaggedLayer, ChannelPrunedLayer, Blocks, Kept
+    of_model = (type(layer) for layer in DynamicCache(config=config).layers)
+    kinds = *own, DynamicLayer, DynamicSlidingWindowLayer, *of_model
+    return {kind.__name__: kind for kind in kinds}
 
 
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def sealed(value: Any, name: str, tensors: dict[str, Tensor], kinds: Kinds) -> dict[str, Any]:
     """`value` as JSON, with a seal (a digest) that detects later changes.
 
     Args:
         value: mappings, plain values, tensors and cache layers.
         name: name of the group that its tensors are stored in.
         tensors: the tensors of the file, to which those of `value` are added.
+        kinds: see `kinds_of`.
 
     Raises:
         UnsupportedCacheError: if a layer cannot be saved.
@@ -170,10 +188,10 @@ def sealed(value: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     own: dict[str, Tensor] = {}
 
     def packed(x: Any) -> dict[str, Any]:
-        if isinstance(x, torch.dtype):
-            return {"dtype": str(x).removeprefix("torch.")}
+        if isinstance(x, (torch.dtype, torch.device)):  # the device is set when loading
+            return {type(x).__name__: str(x).removeprefix("torch.")}
         if not isinstance(x, Tensor):
-            return _record_of(x)
+            return _record_of(x, kinds)
         key = f"{name}.{len(own)}"
         own[key] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": key}
@@ -192,47 +210,34 @@ def _seal(description: Any, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _record_of(value: Any) -> dict[str, Any]:
+def _record_of(value: Any, kinds: Kinds) -> dict[str, Any]:
     """The kind and the attributes of a layer, or of a part of it.
 
     Raises:
         UnsupportedCacheError: if it cannot be saved.
     """
     kind = type(value).__name__
+    if kinds.get(kind) is not type(value):
+        raise UnsupportedCacheError(
+            f"cannot save a {type(getattr(value, 'inner', value)).__name__}, whose states are in a "
+            "buffer or in the format of a library; use a DynamicCache"
+        )
     if isinstance(value, PrunedLayer):
         busy = value.is_unusable or any(memory.in_prefill for memory in value.memories.values())
-        if busy or (not value.is_initialized and type(value) in (RaggedLayer, ChannelPrunedLayer)):
+        if busy or (isinstance(value, InPlaceLayer) and not value.is_initialized):
             raise UnsupportedCacheError(
                 f"cannot save a {kind} that was abandoned in the middle of a forward, reset, or "
                 "whose prefill is under way; save caches between forwards"
             )
-    elif kind_of(value) not in (None, PrunedLayer, PrunedHybridLayer):
-        raise UnsupportedCacheError(
-            f"cannot save a {kind}, whose states are in a buffer or in the format of a library; "
-            "use a DynamicCache"
-        )
-    state = {}
-    for name, x in (_held_by(value) if isinstance(value, RaggedLayer) else vars(value)).items():
-        if name in _OF_SCOPES or isinstance(x, torch.device):  # the device is set when loading
-            continue
+    state = {name: x for name, x in vars(value).items() if name not in _OF_SCOPES}
+    for name, x in state.items():
         for part in x.values() if isinstance(x, dict) else [x]:
-            if name != "inner" and not isinstance(part, _KEPT):
+            if not isinstance(part, _PLAIN) and type(part) not in kinds.values():
                 raise UnsupportedCacheError(
                     f"cannot save a {kind}: its {name} is a {type(part).__name__}, and only "
                     "numbers, strings and tensors can be saved"
                 )
-        state[name] = x
     return {"kind": kind, "state": state}
-
-
-def _held_by(layer: RaggedLayer) -> dict[str, Any]:
-    """The contents of a ragged layer by name, packed head after head."""
-    plain = "kept", "carried", "carried_until", "n_heads", "group"
-    own = {name: getattr(layer, name) for name in plain}
-    recent = (x[:, : layer.n_recent] for x in layer.recent_states())
-    names = "keys", "values", "positions", "recent_keys", "recent_values"
-    states = zip(names, (*layer.packed(), *recent), strict=True)
-    return {**own, "held": tuple(layer.held), **dict(states)}
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -252,6 +257,8 @@ def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[x["tensor"]]
         if x.keys() == {"dtype"}:
             return _DTYPES[x["dtype"]]
+        if x.keys() == {"device"}:
+            return torch.device(x["device"])
         # JSON has string keys only, and no tuples.
         named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
         return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
@@ -259,62 +266,45 @@ def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
     return json.loads(json.dumps(description["is"]), object_hook=unpacked)
 
 
-def layer_from(record: Any, templates: Mapping[str, Any], device: torch.device) -> Any:
+def layer_from(record: Any, kinds: Kinds, device: torch.device) -> Any:
     """The layer, or part of a layer, that was written as `record`, on `device`.
 
     Args:
-        templates: by kind, an empty layer of `transformers`.
+        kinds: see `kinds_of`.
 
     Raises:
         ValueError: if the kind of layer is unknown, or if its counts or positions are invalid.
     """
     if isinstance(record, Tensor):
         return record.to(device)
+    if isinstance(record, torch.device):
+        return device
     if not isinstance(record, dict):
         return record
     if record.keys() != {"kind", "state"}:
-        return {key: layer_from(x, templates, device) for key, x in record.items()}
-    kind, state = record["kind"], layer_from(record["state"], templates, device)
-    if kind == "Kept":
-        return Kept(**state)
-    if "kept" in state:
-        _check(state["kept"], state.get("positions", state["kept"].positions), state.get("held"))
-    if kind == "RaggedLayer":
-        return _ragged_layer(state)
-    if kind == "ChannelPrunedLayer":
-        head_dim = state["recent_keys"].shape[-1]
-        layer: Any = ChannelPrunedLayer(state["inner"], state["channels"], head_dim)
-    elif "inner" in state:
-        layer = kind_of(state["inner"])(state["inner"])  # type: ignore[misc]
-    else:
-        require(kind in templates, f"it has a layer of an unknown kind {kind!r}")
-        layer = copy(templates[kind])
-        if isinstance(state.get("keys"), Tensor):  # the layer has no dtype since 5.24
-            layer.device = device
-    vars(layer).update(state)
-    for name in state:
-        if name.endswith("dtype") and state[name] is not None:
-            setattr(layer, name.removesuffix("dtype") + "device", device)
-    return layer
+        return {key: layer_from(x, kinds, device) for key, x in record.items()}
+    kind = record["kind"]
+    require(kind in kinds, f"it has a layer of an unknown kind {kind!r}")
+    made: Any = object.__new__(kinds[kind])
+    # The layout of heads in blocks is read on the CPU, and made anew for the device.
+    own_device = torch.device("cpu") if isinstance(made, Blocks) else device
+    state = layer_from(record["state"], kinds, own_device)
+    if isinstance(made, PrunedLayer):
+        made._reset_metadata()
+        _check(state["kept"], state)
+    vars(made).update(state)
+    if isinstance(made, InPlaceLayer):
+        made.needs = ReadingNeeds.ATTENTION
+    if isinstance(made, RaggedLayer):
+        made.select_rows(torch.arange(made.batch))
+    return made
 
 
-def _check(kept: Kept, positions: Tensor | None, held: tuple[int, ...] | None) -> None:
+def _check(kept: Kept, state: Mapping[str, Any]) -> None:
     """Raise a `ValueError` unless counts and positions are in bounds; a seal can be forged."""
-    counts = (kept.n_slots, kept.n_seen, *(kept.rows or ()), *(held or ()))
-    require(all(type(n) is int and 0 <= n <= MOST for n in counts), f"it has counts beyond {MOST}")
+    counts = (kept.n_slots, kept.n_seen, *(kept.rows or ()), *state.get("held", ()))
+    positions = state.get("slots", kept.positions)
     if positions is not None and positions.numel() and not positions.is_meta:
-        fits = int(positions.min()) >= -1 and int(positions.max()) < kept.n_seen
-        require(fits, f"it holds positions beyond {kept.n_seen}")
-
-
-def _ragged_layer(state: dict[str, Any]) -> RaggedLayer:
-    layer = RaggedLayer(state["kept"], state["n_heads"], state["group"])
-    positions = state["positions"]
-    chosen = torch.arange(len(positions), device=positions.device)
-    names, of_rows = ("recent_keys", "recent_values"), (-1, layer.n_heads)
-    recent = [state[name].unflatten(0, of_rows) for name in names]
-    layer.recent = no_recent(*recent)
-    layer.lay_out(state["keys"], state["values"], positions, chosen, list(state["held"]))
-    layer.append(*recent)
-    layer.carried, layer.carried_until = state["carried"], state["carried_until"]
-    return layer
+        counts += int(positions.min()) + 1, kept.n_seen - 1 - int(positions.max())
+    fits = all(type(n) is int and 0 <= n <= MOST for n in counts)
+    require(fits, f"it has counts beyond {MOST}, or positions beyond what it has seen")

@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from press_core.cache.caches import is_empty, known, mask_layer
 from press_core.cache.positions import tokens_seen
@@ -124,8 +124,8 @@ def save_cache(
         "press": None if press is None else repr(press),
         **_summary(cache, sites),
         "notes": dict(notes or {}),
-        "inputs": files.sealed(inputs, "inputs", tensors),
-        "caches": files.sealed(_parts(cache), "cache", tensors),
+        "inputs": files.sealed(inputs, "inputs", tensors, {}),
+        "caches": files.sealed(_parts(cache), "cache", tensors, files.kinds_of(model.config)),
     }
     with files.refused(path, "cannot be written"):
         files.write(path, tensors, about, overwrite)
@@ -139,8 +139,9 @@ def _parts(cache: Any) -> dict[str, dict[str, Any]]:
         UnsupportedCacheError: if one of them is not a `DynamicCache`.
     """
     names = _CACHES if type(cache) is EncoderDecoderCache else _CACHES[:1]
-    parts = {name: getattr(cache, name, cache) for name in names}
-    for part in parts.values():
+    parts = {}
+    for name in names:
+        part = getattr(cache, name, cache)
         if type(part) is not DynamicCache:
             raise UnsupportedCacheError(
                 f"cannot save a {type(part).__name__}; only a DynamicCache, or an "
@@ -148,13 +149,9 @@ def _parts(cache: Any) -> dict[str, dict[str, Any]]:
             )
         if getattr(part, "offloading", False) and torch.cuda.is_available():
             torch.cuda.synchronize()  # layers may still be copied
-    return {
-        name: {
-            "grows": part.layer_class_to_replicate is DynamicLayer,
-            "layers": dict(enumerate(part.layers)),
-        }
-        for name, part in parts.items()
-    }
+        grows = part.layer_class_to_replicate is DynamicLayer
+        parts[name] = {"grows": grows, "layers": dict(enumerate(part.layers))}
+    return parts
 
 
 def _version(name: str) -> str:
@@ -265,14 +262,12 @@ def _cache(parts: Any, model: Any, device: torch.device | None) -> Any:
 
 
 def _part(record: dict[str, Any], model: Any, device: torch.device | None) -> DynamicCache:
-    of_model = DynamicCache(config=model.config).layers
-    empty = (DynamicLayer(), DynamicSlidingWindowLayer(1), *of_model)
-    templates = {type(layer).__name__: layer for layer in empty}
+    kinds = files.kinds_of(model.config)
     runs_on = {} if device is not None else _devices(model)
     first, cache = device or device_of(model), DynamicCache()
     cache.layer_class_to_replicate = DynamicLayer if record["grows"] else None
     for i, layer in record["layers"].items():
-        cache.layers.append(files.layer_from(layer, templates, runs_on.get(i, first)))
+        cache.layers.append(files.layer_from(layer, kinds, runs_on.get(i, first)))
     return cache
 
 

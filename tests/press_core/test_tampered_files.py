@@ -186,7 +186,7 @@ def test_counts_and_positions_are_bounded_whoever_has_sealed_them(tmp_path, name
     own = {key: x for key, x in tensors.items() if key.startswith("cache.")}
     description = json.dumps(header["caches"]["is"])
     if field == "positions":
-        keys = re.findall(rf'"{field}": {{"tensor": "([^"]+)"', description)
+        keys = re.findall(r'"(?:positions|slots)": {"tensor": "([^"]+)"', description)
         own |= {key: own[key].new_full(own[key].shape, 2**20) for key in keys}
     else:
         changed_there = re.sub(rf'"{field}": \d+', f'"{field}": {2**40}', description)
