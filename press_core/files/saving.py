@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from press_core.cache.caches import is_empty, known, mask_layer
 from press_core.cache.positions import tokens_seen
@@ -125,22 +125,21 @@ def save_cache(
         **_summary(cache, sites),
         "notes": dict(notes or {}),
         "inputs": files.sealed(inputs, "inputs", tensors, {}),
-        "caches": files.sealed(_parts(cache), "cache", tensors, files.kinds_of(model.config)),
+        "caches": files.sealed(_layers(cache), "cache", tensors, files.kinds_of(model.config)),
     }
     with files.refused(path, "cannot be written"):
         files.write(path, tensors, about, overwrite)
     return path
 
 
-def _parts(cache: Any) -> dict[str, dict[str, Any]]:
-    """The caches that `cache` consists of, by name.
+def _layers(cache: Any) -> dict[str, list[Any]]:
+    """The layers of the caches that `cache` consists of, by the name of the cache.
 
     Raises:
         UnsupportedCacheError: if one of them is not a `DynamicCache`.
     """
-    names = _CACHES if type(cache) is EncoderDecoderCache else _CACHES[:1]
-    parts = {}
-    for name in names:
+    layers = {}
+    for name in _CACHES if type(cache) is EncoderDecoderCache else _CACHES[:1]:
         part = getattr(cache, name, cache)
         if type(part) is not DynamicCache:
             raise UnsupportedCacheError(
@@ -149,9 +148,8 @@ def _parts(cache: Any) -> dict[str, dict[str, Any]]:
             )
         if getattr(part, "offloading", False) and torch.cuda.is_available():
             torch.cuda.synchronize()  # layers may still be copied
-        grows = part.layer_class_to_replicate is DynamicLayer
-        parts[name] = {"grows": grows, "layers": dict(enumerate(part.layers))}
-    return parts
+        layers[name] = part.layers
+    return layers
 
 
 def _version(name: str) -> str:
@@ -211,8 +209,8 @@ def load_cache(
         differing = _differences(about["model"], own, any_version)
         name = f"{about['model']['name']!s:.60}"
         files.require(not differing, f"it is a cache of another model ({name!r}): {differing}")
-        parts = files.unsealed(about["caches"], files.read(path, "cache")[1])
-        return _cache(parts, model, None if device is None else torch.device(device))
+        layers = files.unsealed(about["caches"], files.read(path, "cache")[1])
+        return _cache(layers, model, None if device is None else torch.device(device))
 
 
 def about_cache(path: str | Path) -> SavedCache:
@@ -251,24 +249,20 @@ def _differences(saved: dict[str, Any], own: dict[str, Any], any_version: bool) 
     return "; ".join(differing[:2])
 
 
-def _cache(parts: Any, model: Any, device: torch.device | None) -> Any:
-    made = [_part(record, model, device) for record in parts.values()]
+def _cache(of_caches: Any, model: Any, device: torch.device | None) -> Any:
+    kinds, runs_on, first = files.kinds_of(model.config), _devices(model), device_of(model)
+    made = []
+    for records in of_caches.values():
+        made.append(DynamicCache())
+        for i, record in enumerate(records):
+            layer = files.layer_from(record, kinds, device or runs_on.get(i, first))
+            made[-1].layers.append(layer)
     by_layer = {site.layer_idx: site for site in attention_sites(model)}
     for index, layer in enumerate(made[0].layers):
         if isinstance(layer, PrunedLayer):
             layer.needs |= reading_needs(made[0], layer, by_layer[index])
             layer.is_first = layer is mask_layer(made[0])
     return made[0] if len(made) == 1 else EncoderDecoderCache(*made)
-
-
-def _part(record: dict[str, Any], model: Any, device: torch.device | None) -> DynamicCache:
-    kinds = files.kinds_of(model.config)
-    runs_on = {} if device is not None else _devices(model)
-    first, cache = device or device_of(model), DynamicCache()
-    cache.layer_class_to_replicate = DynamicLayer if record["grows"] else None
-    for i, layer in record["layers"].items():
-        cache.layers.append(files.layer_from(layer, kinds, runs_on.get(i, first)))
-    return cache
 
 
 def _devices(model: nn.Module) -> dict[int, torch.device]:
