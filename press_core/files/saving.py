@@ -116,15 +116,14 @@ def save_cache(
     tensors: dict[str, Tensor] = {}
     given = {"input_ids": input_ids, "attention_mask": attention_mask}
     inputs = {name: ids.long() for name, ids in given.items() if ids is not None}
+    described = {"press": None if press is None else repr(press), **_summary(cache, sites)}
     about = {
         "kind": files.KIND,
         "version": files.FORMAT_VERSION,
         "made_with": {name: _version(name) for name in ("hook-or-patch", "transformers", "torch")},
         "model": {"name": name_of(model), **identity(model)},
-        "press": None if press is None else repr(press),
-        **_summary(cache, sites),
         "notes": dict(notes or {}),
-        "inputs": files.sealed(inputs, "inputs", tensors, {}),
+        "about": files.sealed({**described, "inputs": inputs}, "about", tensors, {}),
         "caches": files.sealed(_layers(cache), "cache", tensors, files.kinds_of(model.config)),
     }
     with files.refused(path, "cannot be written"):
@@ -220,18 +219,12 @@ def about_cache(path: str | Path) -> SavedCache:
         CacheFileError: if the file does not exist, or was not written by `save_cache`.
     """
     path = Path(path)
-    about = files.read_header(path)
+    header = files.read_header(path)
     with files.refused(path, "cannot be read"):
-        return SavedCache(
-            path,
-            str(about["model"]["name"]),
-            None if about["press"] is None else str(about["press"]),
-            int(about["n_seen"]),
-            float(about["evicted"]),
-            files.unsealed(about["inputs"], files.read(path, "inputs")[1]),
-            dict(about["notes"]),
-            dict(about["made_with"]),
-        )
+        about = files.unsealed(header["about"], files.read(path, "about")[1])
+        name, notes = str(header["model"]["name"]), dict(header["notes"])
+        made_with = dict(header["made_with"])
+        return SavedCache(path, name, **about, notes=notes, made_with=made_with)
 
 
 def _differences(saved: dict[str, Any], own: dict[str, Any], any_version: bool) -> str:
