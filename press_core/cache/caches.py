@@ -225,16 +225,16 @@ def cache_nbytes(cache: Cache) -> int:
 def _stored(layer: Any) -> Iterator[Tensor]:
     """The tensors that store keys and values of `layer`, including scales of quantized states."""
     for name in ("keys", "values", "recent_keys", "_quantized_keys", "_quantized_values"):
-        yield from _plain_tensors(getattr(layer, name, None))
+        yield from flattened(getattr(layer, name, None))
     if hasattr(layer, "recent"):
         yield from _stored(layer.recent)
 
 
-def _plain_tensors(states: Any) -> Iterator[Tensor]:
-    """The tensors that hold `states`: for hqq codes and metadata, for quanto those in a tensor."""
+def flattened(states: Any) -> Iterator[Tensor]:
+    """The plain tensors in nested `states`: those of quantized tensors, and shards of DTensors."""
     for part in tree_leaves(states):
         if hasattr(part, "__tensor_flatten__"):
             names, _ = part.__tensor_flatten__()
-            yield from _plain_tensors([getattr(part, name) for name in names])
+            yield from flattened([getattr(part, name) for name in names])
         elif isinstance(part, Tensor):
             yield part

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
-from press_core.cache.caches import is_empty, known, mask_layer
+from press_core.cache.caches import flattened, is_empty, known, mask_layer
 from press_core.cache.positions import tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import reading_needs
@@ -318,7 +318,7 @@ def _digest(body: nn.Module) -> str:
     with torch.no_grad():
         for name, parameter in sorted(body.named_parameters()):
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-            for part in _stored(body, name, parameter):
+            for part in flattened(_loaded(body, name, parameter)):
                 flat = part.detach().reshape(-1)
                 step = max(1, flat.numel() // N_SAMPLED)
                 sample = flat[::step][:N_SAMPLED].cpu().contiguous()
@@ -329,8 +329,8 @@ def _digest(body: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _stored(body: nn.Module, name: str, parameter: Any) -> Iterator[Tensor]:
-    """The plain tensors that store a parameter.
+def _loaded(body: nn.Module, name: str, parameter: Tensor) -> Any:
+    """A parameter, or the weights that accelerate keeps for it between forwards.
 
     Raises:
         UnsupportedModelError: if the parameter has no data in this process.
@@ -344,9 +344,5 @@ def _stored(body: nn.Module, name: str, parameter: Any) -> Iterator[Tensor]:
                 f"the parameter {name} has no data, so the model cannot be identified; "
                 "load its weights"
             )
-        parameter = weights[own]
-    if hasattr(parameter, "__tensor_flatten__"):  # quantized, or a shard of a DTensor
-        for part in parameter.__tensor_flatten__()[0]:
-            yield from _stored(body, name, getattr(parameter, part))
-    else:
-        yield parameter
+        return weights[own]
+    return parameter
