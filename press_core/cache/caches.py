@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from press_core.cache.kinds import as_pruned, kind_of
 from press_core.cache.pruned import PrunedLayer
@@ -117,41 +116,6 @@ def columns_of(layer: Any, n_new: int) -> int:
     """Columns of a mask that the model builds for `layer` and `n_new` more tokens."""
     pruned = as_pruned(layer)
     return int(layer.get_seq_length()) + n_new if pruned is None else pruned.columns(n_new)
-
-
-def check_rows(cache: Any) -> None:
-    """Raise unless `row_alone` can leave out the padding of rows, as sliding windows cannot.
-
-    Raises:
-        UnsupportedCacheError: if a layer is not a plain `DynamicLayer`.
-    """
-    for layer in getattr(cache, "layers", ()):
-        if type(layer) is not DynamicLayer:
-            raise UnsupportedCacheError(
-                f"rows of a padded batch cannot be told apart in a {type(layer).__name__}; run "
-                "them one by one"
-            )
-
-
-def row_alone(cache: Cache, row: int, slots: Tensor | None) -> Cache:
-    """A new cache with one batch row of `cache`, which is not changed.
-
-    Args:
-        slots: `(n,)` int64, the slots of the row that are not padding; None: all.
-
-    Raises:
-        UnsupportedCacheError: if there is padding, and `check_rows` raises.
-    """
-    if slots is not None:
-        check_rows(cache)
-    alone = DynamicCache()
-    for layer in cache.layers:
-        own = copy.copy(layer)  # selecting rows replaces its states
-        own.batch_select_indices(torch.tensor([row]))
-        if slots is not None and own.is_initialized:
-            own.keys, own.values = (x.index_select(2, slots) for x in (own.keys, own.values))
-        alone.layers.append(own)
-    return alone
 
 
 # ---- contents of a cache -------------------------------------------------------------------------

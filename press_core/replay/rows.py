@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,16 +24,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import check_rows, is_empty, known, row_alone
+from press_core.cache.caches import is_empty, known
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import require_readable, store_decisions
-from press_core.errors import (
-    UnsupportedCacheError,
-    UnsupportedInputError,
-    UnsupportedModelError,
-)
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.fields import count
 from press_core.forward import Arguments, Forward, cache_after, cache_of, with_cache
@@ -71,10 +68,17 @@ class Row:
         """`S`."""
         return len(self.tokens)
 
+    @torch.no_grad()
     def alone(self) -> Any:
         """A new cache with the keys and values of this row, without gradients."""
-        with torch.no_grad():
-            return row_alone(self.cache, self.index, self.slots)
+        alone, slots = DynamicCache(), self.slots
+        for layer in self.cache.layers:
+            own = copy(layer)  # selecting rows replaces its states
+            own.batch_select_indices(slice(self.index, self.index + 1))  # of views
+            if slots is not None and own.is_initialized:
+                own.keys, own.values = (x.index_select(2, slots) for x in (own.keys, own.values))
+            alone.layers.append(own)
+        return alone
 
     def run(self, cache: Any = None, n_before: int = 0, **inputs: Tensor) -> Any:
         """Run the decoder over `inputs` `(1, m, ...)`, which follow the context.
@@ -137,7 +141,7 @@ class ReplayPress(RatioPress, InstalledPress):
         scope = bound_to(self, model)
         with torch.no_grad():
             cache = cache_of(scope.decoder(input_ids=input_ids, use_cache=True))
-            self._require_plain(scope, cache)
+            self._require_plain(scope, cache, None)
             rows = [
                 self.score_row(Row(scope, cache, row, ids, None, len(ids)))
                 for row, ids in enumerate(input_ids)
@@ -171,10 +175,7 @@ class ReplayPress(RatioPress, InstalledPress):
                         f"{type(self).__name__} runs the tokens of a context again, without the "
                         f"{name} that the decoder was given; use a press that does not replay"
                     )
-            cache = cache_before(scope, forward)
-            self._require_plain(scope, cache)
-            if self._real_tokens(forward) is not None:
-                check_rows(cache)
+            self._require_plain(scope, cache_before(scope, forward), self._real_tokens(forward))
         return forward.given
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
@@ -186,8 +187,8 @@ class ReplayPress(RatioPress, InstalledPress):
         cache = cache_after(forward, output)
         if is_empty(cache, scope.sites[0].layer_idx) or self.compression_ratio == 0:
             return
-        self._require_plain(scope, cache)
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
+        self._require_plain(scope, cache, tokens)
         following = _next_positions(forward.given.get("position_ids"), ids)
         decided = []
         for index in range(len(ids)):
@@ -200,15 +201,17 @@ class ReplayPress(RatioPress, InstalledPress):
             even = self.evicts is Evicts.TOKENS
             store_chosen(scope, forward, cache, site, tokens, chosen, joining, even)
 
-    def _require_plain(self, scope: ScopeState, cache: Any) -> None:
+    def _require_plain(self, scope: ScopeState, cache: Any, tokens: Tensor | None) -> None:
+        """Raise unless rows can be copied; where `tokens` leave padding out, of plain layers."""
         pruned = {site.layer_idx for site in scope.sites}
         for index, layer in enumerate(getattr(cache, "layers", ())):
             is_plain = type(layer) is DynamicLayer
-            if not is_plain and (index in pruned or not hasattr(layer, "batch_select_indices")):
+            has_rows = hasattr(layer, "batch_select_indices") and tokens is None
+            if not is_plain and (index in pruned or not has_rows):
                 raise UnsupportedCacheError(
-                    f"{type(self).__name__} replays whole contexts, and layer {index} is a "
-                    f"{type(layer).__name__}, of which a row cannot be copied; use it alone with a "
-                    "DynamicCache, or a press that does not replay"
+                    f"{type(self).__name__} replays whole contexts, padded rows one by one, and "
+                    f"layer {index} is a {type(layer).__name__}, of which such a row cannot be "
+                    "copied; use it alone with a DynamicCache, or a press that does not replay"
                 )
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
