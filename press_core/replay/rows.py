@@ -363,36 +363,18 @@ class KVCompose(ReplayPress):
         return scores
 
     def choose(self, scores: Tensor) -> Tensor:
-        if not self.structured:
-            return self._of_heads(scores)
-        kept = self.budgets(scores).view(-1, 1, 1).expand(*scores.shape[:2], 1)
-        return best_first(scores, kept)
-
-    def budgets(self, scores: Tensor) -> Tensor:
-        """Number of tokens that each layer keeps, `(L,)` int64, by scores `(L, H_kv, S)`."""
-        in_order = scores.sort(dim=-1, descending=True).values
-        curves = in_order.amax(dim=1) if self.agg_head == "max" else in_order.mean(dim=1)
-        # Raised to the maximum over layers, so that the first layer gets the largest budget.
-        curves = torch.cat((curves.amax(dim=0, keepdim=True), curves[1:]))
-        n_layers, length = curves.shape
-        bound = self._bound(length)
-        curves[:, :bound] = float("inf")
-        # Stable, so that the first layer wins ties.
-        order = curves.flatten().argsort(descending=True, stable=True)
-        layers = order[: self._n_kept(n_layers, length)] // length
-        return layers.bincount(minlength=n_layers).clamp(min=bound)
-
-    def _of_heads(self, scores: Tensor) -> Tensor:
-        """Which tokens each head keeps if heads compete directly, `(L, H_kv, S)` bool."""
-        n_layers, n_heads, length = scores.shape
-        least = best_first(scores, self._bound(length))
-        raised = scores.masked_fill(least, float("inf"))
-        kept = best_first(raised.view(1, 1, -1), self._n_kept(n_layers * n_heads, length))
-        return kept.view(scores.shape) | least
-
-    def _bound(self, length: int) -> int:
-        """Minimum number of `length` tokens that every layer (head) keeps, at least 1."""
-        return min(length, max(1, self.keep_token_lower_bound))
+        length = scores.shape[-1]
+        curves = scores.sort(dim=-1, descending=True).values  # of what competes: heads, or layers
+        if self.structured:
+            curves = curves.amax(dim=1) if self.agg_head == "max" else curves.mean(dim=1)
+            # Raised to the maximum over layers, so that the first layer gets the largest budget.
+            curves = torch.cat((curves.amax(dim=0, keepdim=True), curves[1:])).unsqueeze(1)
+        bound = min(length, max(1, self.keep_token_lower_bound))
+        curves[..., :bound] = float("inf")
+        n = self._n_kept(curves.shape[:2].numel(), length)
+        best = best_first(curves.view(1, 1, -1), n).view(curves.shape)  # the first layer wins ties
+        kept = best.sum(dim=-1, keepdim=True).clamp(min=bound)
+        return best_first(scores, kept.expand(*scores.shape[:2], 1))
 
     def _n_kept(self, n: int, length: int) -> int:
         """Number of tokens that `n` layers (heads) keep together, of a context of `length`."""
