@@ -28,7 +28,7 @@ from press_core.presses.positions import layer_generator
 from press_core.presses.queries import ExpectedAttention
 from press_core.probe import attention_sites
 from press_core.scoring import RatioScorer
-from press_core.select import leading, trailing, upcast
+from press_core.select import best_first, leading, trailing, upcast
 from press_core.traits import Evicts, Needs
 
 
@@ -350,8 +350,5 @@ def repeated_random(model: Any, length: int, seed: int) -> Tensor:
 
 def streaming_heads(scores: Tensor, head_compression_ratio: float) -> Tensor:
     """Streaming heads, `(L, H_kv)` bool: the share with the lowest finite `scores` `(L, H_kv)`."""
-    flat = scores.flatten()
-    n = round(int(flat.isfinite().sum()) * head_compression_ratio)
-    streaming = torch.zeros_like(flat, dtype=torch.bool)
-    streaming[flat.argsort(stable=True)[:n]] = True
-    return streaming.view(scores.shape)
+    n = round(int(scores.isfinite().sum()) * head_compression_ratio)
+    return best_first(-scores.reshape(1, 1, -1), n).view(scores.shape)
