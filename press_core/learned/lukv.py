@@ -242,11 +242,9 @@ def best_rates(gains: Tensor, n_protected: int) -> Tensor:
         head[n_protected:] = torch.tensor(concave(of_head[n_protected:]), dtype=torch.float64)
     # Steepest first; among equals, those of heads with fewer tokens so far.
     order = slopes.mT.flatten().argsort(descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order))
-    of_head = rank.view(n, -1).mT.contiguous()  # ascending
+    of_head = order.argsort().view(n, -1).mT.contiguous()  # ranks, ascending
     kept = 1 - torch.arange(1, PER_CENT + 1, dtype=torch.float64) / 100
-    totals = (kept * rank.numel()).round().long()
+    totals = (kept * order.numel()).round().long()
     counts = torch.searchsorted(of_head, totals.expand(len(of_head), -1).contiguous())
     return 1 - counts.mT.reshape(PER_CENT, n_layers, n_heads).double() / n
 

@@ -80,16 +80,11 @@ class LayerMeans:
 
 
 @torch.inference_mode(False)  # inference tensors would let no gradients flow through the result
-def stacked(
-    by_layer: Mapping[int, Sequence[Tensor]], n_layers: int, unseen: float = 0.0
-) -> list[Tensor]:
+def stacked(by_layer: Mapping[int, Sequence[Tensor]], n_layers: int, unseen: float) -> list[Tensor]:
     """Tensors by layer, stacked to `(n_layers, ...)` float64; `unseen` fills absent layers."""
-    some = next(iter(by_layer.values()))
-    whole = [torch.full((n_layers, *x.shape), unseen, dtype=torch.float64) for x in some]
-    for layer, tensors in by_layer.items():
-        for of_all, tensor in zip(whole, tensors, strict=True):
-            of_all[layer] = tensor
-    return whole
+    absent = [torch.full_like(x, unseen) for x in next(iter(by_layer.values()))]
+    layers = [by_layer.get(layer, absent) for layer in range(n_layers)]
+    return [torch.stack(tensors).double() for tensors in zip(*layers, strict=True)]
 
 
 # ---- scores of tokens, from their hidden states --------------------------------------------------
@@ -164,7 +159,7 @@ class Examples:
             layer: learn(torch.cat(states), torch.cat(self.targets[layer]))
             for layer, states in self.states.items()
         }
-        return [x.float() for x in stacked(learned, n_layers_of(self.site))]
+        return [x.float() for x in stacked(learned, n_layers_of(self.site), 0.0)]
 
 
 @dataclass
