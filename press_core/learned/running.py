@@ -35,10 +35,8 @@ def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> Non
 def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
     """Token ids `(b, S)` without padding: whole batches if they have none, else row by row."""
     for batch in token_batches:
-        if not isinstance(batch, Mapping):
-            yield batch
-            continue
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        ids, mask = given["input_ids"], given.get("attention_mask")
         if mask is None or bool(mask.all()):
             yield ids
         else:
