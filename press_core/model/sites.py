@@ -194,13 +194,12 @@ class Bystander:
     """An attention module that is not pruned but needs help once other layers are.
 
     Attributes:
-        owner: index of the cache layer that it reads, if another module fills that layer.
-        window: length of its sliding window, where a plain `DynamicCache()` would keep all tokens.
+        owner: index of the cache layer that it reads, if another module fills that layer; None: its
+            window slides, and a plain `DynamicCache()` would keep all tokens.
     """
 
     site: AttentionSite
-    owner: int | None = None
-    window: int | None = None
+    owner: int | None
 
 
 def site_of(module: Any) -> AttentionSite:

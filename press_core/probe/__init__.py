@@ -73,7 +73,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
                 )
             known[key] = found
     found = known[key]
-    if found and all(facts.window is not None for facts in found):
+    if found and all(facts.slides for facts in found):
         raise UnsupportedModelError(
             f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
             "which bounds their cache already; set sliding_window=None in the config if the model "
@@ -87,7 +87,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
         raise UnsupportedModelError(
             f"no layer of {type(model).__name__} can give tokens up: {'; '.join(reasons)}"
         )
-    slides = any(facts.window for facts in found)
+    slides = any(facts.slides for facts in found)
     for depth, site in enumerate(sites):
         in_3d = site.rotary is not None and site.rotary.in_3d
         ranks = ranks_of(model) if site.ranks.size > 1 else site.ranks
@@ -99,14 +99,14 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
 
 def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystander]:
     rotaries: dict[int | None, Any] = {site.layer_idx: site.rotary for site in pruned}
-    sliding = [facts.site.layer_idx for facts in found if facts.window]
+    sliding = [facts.site.layer_idx for facts in found if facts.slides]
     # Otherwise the first layer slides, is not pruned, and sizes the masks of a plain cache.
     slides_after = min(sliding, default=0) > pruned[0].layer_idx
     return [
         # A module that reads another layer's keys rotates its queries as that layer does.
-        Bystander(replace(facts.site, rotary=rotaries.get(facts.owner)), facts.owner, facts.window)
+        Bystander(replace(facts.site, rotary=rotaries.get(facts.owner)), facts.owner)
         for facts in found
-        if facts.owner is not None or (facts.window and slides_after)
+        if facts.owner is not None or (facts.slides and slides_after)
     ]
 
 

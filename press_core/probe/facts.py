@@ -25,7 +25,8 @@ class Facts:
     Attributes:
         site: the module as presses see it.
         exemption: why presses do not prune its cache layer; empty: they can.
-        owner, window: see `Bystander`.
+        owner: see `Bystander`.
+        slides: whether it sees a sliding window only.
         maker: name of the module that computes its cosines and sines; None: unknown.
         goes_on: whether new tokens get the positions after those in the cache.
     """
@@ -33,7 +34,7 @@ class Facts:
     site: AttentionSite
     exemption: str = ""
     owner: int | None = None
-    window: int | None = None
+    slides: bool = False
     maker: str | None = None
     goes_on: bool = True
 
@@ -66,10 +67,9 @@ def facts_of(seen: Seen, watch: Watch) -> Facts:
     if seen.n_forwards > 1:
         return Facts(site, f"one {name} serves several layers of the cache")
     layer = seen.layer
-    window = getattr(layer, "sliding_window", None)
-    if window is not None:
+    if getattr(layer, "sliding_window", None) is not None:
         why = f"{name} sees a sliding window only, which bounds its cache already"
-        return Facts(site, why, window=window)
+        return Facts(site, why, slides=True)
     if kind_of(layer) not in (PrunedLayer, PrunedHybridLayer):
         owner = _owner(seen, cache)
         why = f"{name} caches in a {type(layer).__name__}, which this project cannot prune"
