@@ -92,15 +92,6 @@ class QuerySource:
     factor: float
     is_rotated: bool
 
-    def query_in(self, output: Tensor, n_heads: int, head_dim: int) -> Tensor:
-        """The query `(B, H, q, d)` in the output of the submodule."""
-        if self.n_blocks:
-            batch, n = output.shape[:2]
-            blocks = output.reshape(batch, n, self.n_blocks, -1)
-            channels = blocks[..., : n_heads // self.n_blocks * head_dim]
-            output = channels.reshape(batch, n, -1, head_dim).transpose(1, 2)
-        return output if self.factor == 1.0 else output * self.factor
-
 
 @dataclass(frozen=True)
 class AttentionSite:
@@ -185,8 +176,14 @@ class AttentionSite:
 
     def query_in(self, output: Tensor) -> Tensor:
         """The query `(B, H, q, d)` in the output of `query_module`."""
-        assert self.query_source is not None
-        return self.query_source.query_in(output, self.num_heads // self.ranks.size, self.head_dim)
+        source, n_heads = self.query_source, self.num_heads // self.ranks.size
+        assert source is not None
+        if source.n_blocks:
+            batch, n = output.shape[:2]
+            blocks = output.reshape(batch, n, source.n_blocks, -1)
+            channels = blocks[..., : n_heads // source.n_blocks * self.head_dim]
+            output = channels.reshape(batch, n, -1, self.head_dim).transpose(1, 2)
+        return output if source.factor == 1.0 else output * source.factor
 
 
 @dataclass(frozen=True)

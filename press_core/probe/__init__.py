@@ -80,8 +80,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
             "was loaded for contexts shorter than its window"
         )
     found = [facts.of(model.get_submodule) for facts in found]
-    pruned = [facts for facts in found if not facts.exemption]
-    sites = [facts.site for facts in pruned]
+    sites = [facts.site for facts in found if not facts.exemption]
     if not sites:
         reasons = sorted({facts.exemption for facts in found})
         raise UnsupportedModelError(
@@ -91,7 +90,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     for depth, site in enumerate(sites):
         in_3d = site.rotary is not None and site.rotary.in_3d
         ranks = ranks_of(model) if site.ranks.size > 1 else site.ranks
-        keeps_count = slides or in_3d or not pruned[depth].goes_on
+        keeps_count = slides or in_3d or site.place.keeps_count
         place = Place(depth, len(sites), keeps_count)
         sites[depth] = replace(site, place=place, ranks=ranks)
     return sites, _bystanders(found, sites)
@@ -201,8 +200,8 @@ def with_eviction_tried(
         on, given = _goes_on(found.site.rotary, masked[name].embeddings), masked[name].arguments
         masks_one = hidden_from.get(name, given.get("attention_mask")) is not None
         signature = replace(found.site.signature, masks_one=masks_one)
-        site = replace(found.site, signature=signature)
-        facts = {**facts, name: replace(found, site=site, goes_on=on)}
+        site = replace(found.site, signature=signature, place=Place(keeps_count=not on))
+        facts = {**facts, name: replace(found, site=site)}
     if len(hidden_from) < len(readers):  # some modules are called without running their hooks
         return facts
     try:

@@ -28,7 +28,6 @@ class Facts:
         owner: see `Bystander`.
         slides: whether it sees a sliding window only.
         maker: name of the module that computes its cosines and sines; None: unknown.
-        goes_on: whether new tokens get the positions after those in the cache.
     """
 
     site: AttentionSite
@@ -36,7 +35,6 @@ class Facts:
     owner: int | None = None
     slides: bool = False
     maker: str | None = None
-    goes_on: bool = True
 
     def refused(self, why: str, *needs: str) -> Facts:
         """The same with `needs` marked as not met, for the reason `why`."""
@@ -200,7 +198,7 @@ def _query_sources(seen: Seen, site: AttentionSite) -> Iterator[QuerySource]:
     for (child, output), n_blocks, factor in product(outputs, blocks, factors):
         source = QuerySource(child, n_blocks, factor, is_rotated=True)
         try:
-            found = source.query_in(output, n_heads, site.head_dim)
+            found = replace(site, query_source=source).query_in(output)
         except (RuntimeError, ValueError):  # the shape does not fit
             continue
         if torch.equal(found, query):
