@@ -17,12 +17,8 @@ from press_core.model.sites import AttentionSite
 
 def decoder_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
     """The innermost module that takes token ids and contains all modules in `names`."""
-    parts = names[0].split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        name = ".".join(parts[:depth])
-        prefix = f"{name}." if name else ""
-        module = model.get_submodule(name)
-        runs_all = all(other.startswith(prefix) for other in names)
+    for name, module in reversed([*model.named_modules()]):
+        runs_all = all(other.startswith(f"{name}." if name else "") for other in names)
         if runs_all and "input_ids" in inspect.signature(type(module).forward).parameters:
             return module
     return model
