@@ -70,8 +70,6 @@ def tokenizer_of(model: Any, instead: str) -> Any:
     """
     name = str(getattr(model.config, "name_or_path", "") or "")
     try:
-        if not name:
-            raise OSError("the model was not loaded from a folder or the hub")
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise PressError(
