@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from press_core.forward import current, own_cache, with_cache
 from press_core.model.decoder import device_of
@@ -83,8 +83,7 @@ class Seen:
     @property
     def cache_name(self) -> str:
         """The name of the argument that is a cache; empty: none."""
-        kinds = Cache, EncoderDecoderCache
-        return next((n for n in self.parameters if isinstance(self.arguments.get(n), kinds)), "")
+        return next((n for n in self.parameters if isinstance(self.arguments.get(n), Cache)), "")
 
     @property
     def cache(self) -> Any:
