@@ -157,16 +157,15 @@ def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
     Returns:
         The module that ran, what was observed, and the cache, or None.
     """
-    decoder = decoder_of(model, [name for name, _ in watching.layers_of(model)])
-    for module in (model, decoder):
-        try:
-            with watching.watched(model) as watch:
-                output = watching.run(model, module)
-            break
-        except Exception:
-            if module is decoder:
-                raise
-    return module, watch, cache_of(output)
+
+    def ran(module: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
+        with watching.watched(model) as watch:
+            return module, watch, cache_of(watching.run(model, module))
+
+    try:
+        return ran(model)
+    except Exception:
+        return ran(decoder_of(model, [name for name, _ in watching.layers_of(model)]))
 
 
 def run_aside(model: nn.Module) -> Any:
