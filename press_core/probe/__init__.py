@@ -72,14 +72,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
                     f"{type(model).__name__} could not be verified, as {found}"
                 )
             known[key] = found
-    found = known[key]
-    if found and all(facts.slides for facts in found):
-        raise UnsupportedModelError(
-            f"all {len(found)} attention layers of {type(model).__name__} use a sliding window, "
-            "which bounds their cache already; set sliding_window=None in the config if the model "
-            "was loaded for contexts shorter than its window"
-        )
-    found = [facts.of(model.get_submodule) for facts in found]
+    found = [facts.of(model.get_submodule) for facts in known[key]]
     sites = [facts.site for facts in found if not facts.exemption]
     if not sites:
         reasons = sorted({facts.exemption for facts in found})

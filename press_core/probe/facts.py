@@ -66,7 +66,10 @@ def facts_of(seen: Seen, watch: Watch) -> Facts:
         return Facts(site, f"one {name} serves several layers of the cache")
     layer = seen.layer
     if getattr(layer, "sliding_window", None) is not None:
-        why = f"{name} sees a sliding window only, which bounds its cache already"
+        why = (
+            "layers that use a sliding window bound their cache already; set sliding_window=None "
+            "in the config if the model was loaded for contexts shorter than its window"
+        )
         return Facts(site, why, slides=True)
     if kind_of(layer) not in (PrunedLayer, PrunedHybridLayer):
         owner = _owner(seen, cache)
