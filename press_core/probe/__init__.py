@@ -66,12 +66,7 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     known, key = _known.setdefault(type(model), {}), _kind_of(model)
     with watching.one_at_a_time:
         if key not in known:
-            found = _probe(model)
-            if isinstance(found, str):  # maybe only now, so it is not remembered
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} could not be verified, as {found}"
-                )
-            known[key] = found
+            known[key] = _probe(model)
     found = [facts.of(model.get_submodule) for facts in known[key]]
     sites = [facts.site for facts in found if not facts.exemption]
     if not sites:
@@ -125,23 +120,27 @@ def _has_new_norms(modules: list[tuple[str, nn.Module]]) -> bool:
     return any(bool((x == x[0]).all()) for x in weights if not x.is_meta and x.numel())
 
 
-def _probe(model: nn.Module) -> list[Facts] | str:
-    """The facts about each attention module, or why they could not be found."""
-    if not watching.layers_of(model):
-        return _NO_ATTENTION
-    step = "it does not run over a few tokens alone"
+def _probe(model: nn.Module) -> list[Facts]:
+    """The facts about each attention module.
+
+    Raises:
+        UnsupportedModelError: if they could not be found; maybe only now.
+    """
+    found, why, step = [], _NO_ATTENTION, "it does not run over a few tokens alone"
     try:
-        with watching.as_if_nothing_happened(model), torch.no_grad():
-            module, watch, cache = _run(model)
-            step = "what it does with a few tokens is like no other model"
-            attending = [s for s in watch.seen if s.cache_name and s.interface]
-            if not attending:
-                return _NO_ATTENTION
-            facts = {seen.name: facts_of(seen, watch) for seen in attending}
-            facts = with_eviction_tried(model, module, cache, facts)
-            return [known.of(lambda _: _NO_MODULE) for known in facts.values()]
+        if watching.layers_of(model):
+            with watching.as_if_nothing_happened(model), torch.no_grad():
+                module, watch, cache = _run(model)
+                step = "what it does with a few tokens is like no other model"
+                attending = [s for s in watch.seen if s.cache_name and s.interface]
+                facts = {seen.name: facts_of(seen, watch) for seen in attending}
+                facts = with_eviction_tried(model, module, cache, facts)
+                found = [known.of(lambda _: _NO_MODULE) for known in facts.values()]
     except Exception as error:
-        return f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        why = f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    if not found:
+        raise UnsupportedModelError(f"{type(model).__name__} could not be verified, as {why}")
+    return found
 
 
 def _run(model: nn.Module) -> tuple[nn.Module, watching.Watch, Any]:
