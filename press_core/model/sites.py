@@ -233,15 +233,11 @@ def output_weight(site: AttentionSite) -> Tensor:
     children = dict(site.module.named_children())
     for name in ("o_proj", "dense", "out_proj", "c_proj"):  # only the name shows the role
         weight = getattr(children.get(name), "weight", None)
-        if isinstance(weight, Tensor) and weight.is_meta:
-            raise UnsupportedModelError(
-                f"the weights of {site.name}.{name} are offloaded between forwards (device_map), "
-                "and the press weighs values by them; keep the attention modules on a device"
-            )
-        if isinstance(weight, Tensor) and weight.is_floating_point():
+        if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta:
             weight = weight.T if type(children[name]).__name__ == "Conv1D" else weight
             return whole_columns(site.ranks, weight, width)
     raise UnsupportedModelError(
         f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
-        "out_proj or c_proj) with floating-point weights, which the press weighs values by"
+        "out_proj or c_proj) with floating-point weights on a device (device_map: not offloaded "
+        "between forwards), and the press weighs values by them"
     )
