@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,23 +23,21 @@ class HeadGroup:
     rank: int = 0
     size: int = 1
 
-    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Concatenate the heads of all ranks along `dim`; gradients flow back."""
+    def gather(self, x: Tensor) -> Tensor:
+        """`x` `(B, heads, ...)` with the heads of all ranks; gradients flow back."""
         if self.process_group is None:
             return x
-        return torch.cat(all_gather(x.contiguous(), group=self.process_group), dim=dim)
+        return torch.cat(all_gather(x.contiguous(), group=self.process_group), dim=1)
 
-    def own(self, x: Tensor, n: int, dim: int = 1) -> Tensor:
-        """A copy of this rank's `n` heads of `x`, which has the heads of all ranks along `dim`."""
-        if x.shape[dim] == n:
+    def own(self, x: Tensor, n: int) -> Tensor:
+        """A copy of this rank's `n` heads of `x`, which has the heads of all ranks."""
+        if x.shape[1] == n:
             return x
-        return x.chunk(self.size, dim=dim)[self.rank].contiguous()
+        return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def mean(self, value: float) -> float:
         """The mean over the ranks."""
-        if self.process_group is None:
-            return value
-        return float(self.gather(torch.tensor([value], dtype=torch.float64), dim=0).mean())
+        return float(self.gather(torch.tensor([[value]], dtype=torch.float64)).mean())
 
 
 def ranks_of(model: nn.Module) -> HeadGroup:
@@ -50,10 +47,3 @@ def ranks_of(model: nn.Module) -> HeadGroup:
         return HeadGroup()
     mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
     return HeadGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-
-
-def whole_columns(group: HeadGroup, weight: Tensor, width: int) -> Tensor:
-    """The whole weight `(D, width)`, where each rank holds the columns of its heads."""
-    if isinstance(weight, DTensor):
-        return weight.full_tensor()
-    return weight if weight.shape[1] == width else group.gather(weight, dim=1)

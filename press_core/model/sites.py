@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from press_core.errors import UnsupportedInputError, UnsupportedModelError
-from press_core.model.ranks import HeadGroup, whole_columns
+from press_core.model.ranks import HeadGroup
 from press_core.model.rotary import Rotary
 
 NEEDS = {
@@ -235,7 +236,9 @@ def output_weight(site: AttentionSite) -> Tensor:
         weight = getattr(children.get(name), "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta:
             weight = weight.T if type(children[name]).__name__ == "Conv1D" else weight
-            return whole_columns(site.ranks, weight, width)
+            if isinstance(weight, DTensor):
+                return weight.full_tensor()
+            return weight if weight.shape[1] == width else site.ranks.gather(weight)
     raise UnsupportedModelError(
         f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
         "out_proj or c_proj) with floating-point weights on a device (device_map: not offloaded "
