@@ -76,9 +76,8 @@ class BasePress(KvpressCompatible, InstalledPress):
             act = LayerHook(partial(_attention, scope, site, source))
             yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
         for other in scope.bystanders:
-            module, signature = other.site.module, other.site.signature
-            before = LayerHook(partial(_before, entry.before_bystander, other, signature))
-            yield module.register_forward_pre_hook(before, with_kwargs=True)
+            before = LayerHook(partial(_before, entry.before_bystander, other, other.signature))
+            yield other.module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         return module.register_forward_hook(Hook(lambda _, *call: act(*call)))

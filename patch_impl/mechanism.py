@@ -16,7 +16,7 @@ from press_core import engine, entry
 from press_core.collecting import Collecting
 from press_core.errors import PressError, ScopeError
 from press_core.forward import Arguments, current, names_of
-from press_core.model.sites import AttentionSite, Bystander
+from press_core.model.sites import AttentionSite
 from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
@@ -72,7 +72,7 @@ class BasePress(InstalledPress):
             # The last wrapper is the innermost one, so of several scopes the inner one acts first.
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
-            yield wrap(other.site.module, "forward", partial(_beside, other))
+            yield wrap(other.module, "forward", partial(_beside, other))
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +133,11 @@ def _attention(
     return output
 
 
-def _beside(other: Bystander, call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _beside(other: AttentionSite, call_next: Any, *args: Any, **kwargs: Any) -> Any:
     forward = current.forward
     if forward is None:
         return call_next(*args, **kwargs)
-    given = Arguments(args, kwargs, other.site.signature.parameters)
+    given = Arguments(args, kwargs, other.signature.parameters)
     given = entry.before_bystander(forward, other, given)
     return call_next(*given.args, **given.kwargs)
 

@@ -47,7 +47,7 @@ from press_core.forward import (
     current,
     n_tokens,
 )
-from press_core.model.sites import AttentionSite, Bystander
+from press_core.model.sites import AttentionSite
 from press_core.running import ENTERED, chunks, refused
 from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
@@ -315,12 +315,12 @@ def before_attention(forward: Forward, site: AttentionSite, given: Arguments) ->
     return given
 
 
-def before_bystander(forward: Forward, other: Bystander, given: Arguments) -> Arguments:
+def before_bystander(forward: Forward, other: AttentionSite, given: Arguments) -> Arguments:
     """The same for a module that presses do not prune, which may read another one's layer.
 
     It reads the states that the other one has read, which may have been pruned since.
     """
-    owner: Arguments | None = forward.notes.get((GIVEN, other.owner))
+    owner: Arguments | None = forward.notes.get((GIVEN, other.place.owner))
     if owner is None or not forward.helps:
         return given
     names = "attention_mask", "position_embeddings", "position_ids"

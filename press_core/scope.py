@@ -19,7 +19,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.errors import ScopeError
 from press_core.forward import Forward
 from press_core.model.decoder import decoder_of, uncompiled
-from press_core.model.sites import AttentionSite, Bystander
+from press_core.model.sites import AttentionSite
 from press_core.on_layers import OnLayers, Removable, removed
 from press_core.press import Press
 from press_core.probe import verified
@@ -96,7 +96,7 @@ class ScopeState:
     press: Press
     model: Any
     sites: list[AttentionSite]
-    bystanders: list[Bystander]
+    bystanders: list[AttentionSite]
     decoder: Any
     traits: Traits
     known: dict[int, tuple[Press, Any]] = field(default_factory=dict)

@@ -56,11 +56,14 @@ class Place:
         keeps_count: whether the model still counts all tokens seen when this layer's keys are
             rerotated: other layers slide and count them too, images have 3-d positions, or the
             model does not derive positions from the cache.
+        owner: for a module that is no site, but reads the layer that another module fills, the
+            index of that layer.
     """
 
     depth: int = 0
     n_sites: int = 1
     keeps_count: bool = False
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,19 +188,6 @@ class AttentionSite:
             channels = blocks[..., : n_heads // source.n_blocks * self.head_dim]
             output = channels.reshape(batch, n, -1, self.head_dim).transpose(1, 2)
         return output if source.factor == 1.0 else output * source.factor
-
-
-@dataclass(frozen=True)
-class Bystander:
-    """An attention module that is not pruned but needs help once other layers are.
-
-    Attributes:
-        owner: index of the cache layer that it reads, if another module fills that layer; None: its
-            window slides, and a plain `DynamicCache()` would keep all tokens.
-    """
-
-    site: AttentionSite
-    owner: int | None
 
 
 def site_of(module: Any) -> AttentionSite:

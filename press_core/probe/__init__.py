@@ -31,7 +31,7 @@ from press_core.forward import Arguments, cache_of, current, own_cache
 from press_core.model.decoder import decoder_of, uncompiled
 from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
-from press_core.model.sites import AttentionSite, Bystander, Place
+from press_core.model.sites import AttentionSite, Place
 from press_core.probe import watching
 from press_core.probe.facts import Facts, close, facts_of
 
@@ -58,7 +58,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return verified(model)[0]
 
 
-def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
+def verified(model: nn.Module) -> tuple[list[AttentionSite], list[AttentionSite]]:
     """The same, and the unpruned attention modules that need help when the others are pruned."""
     if not isinstance(model, nn.Module):  # a pipeline holds one
         raise UnsupportedModelError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
@@ -84,16 +84,17 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[Bystander]]:
     return sites, _bystanders(found, sites)
 
 
-def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[Bystander]:
+def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[AttentionSite]:
+    """The modules that read pruned layers, or whose window slides in a plain `DynamicCache()`."""
     rotaries: dict[int | None, Any] = {site.layer_idx: site.rotary for site in pruned}
     sliding = [facts.site.layer_idx for facts in found if facts.slides]
     # Otherwise the first layer slides, is not pruned, and sizes the masks of a plain cache.
     slides_after = min(sliding, default=0) > pruned[0].layer_idx
     return [
         # A module that reads another layer's keys rotates its queries as that layer does.
-        Bystander(replace(facts.site, rotary=rotaries.get(facts.owner)), facts.owner)
+        replace(facts.site, rotary=rotaries.get(facts.site.place.owner))
         for facts in found
-        if facts.owner is not None or (facts.slides and slides_after)
+        if facts.site.place.owner is not None or (facts.slides and slides_after)
     ]
 
 
@@ -185,13 +186,14 @@ def with_eviction_tried(
     if not pruned or cache is None:
         return facts
     indices = {site.layer_idx for site in pruned}
-    readers = [x.site for x in facts.values() if not x.exemption or x.owner in indices]
+    readers = [x.site for x in facts.values() if not x.exemption or x.site.place.owner in indices]
     masked, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
     for name, found in facts.items():
         on, given = _goes_on(found.site.rotary, masked[name].embeddings), masked[name].arguments
         masks_one = hidden_from.get(name, given.get("attention_mask")) is not None
         signature = replace(found.site.signature, masks_one=masks_one)
-        site = replace(found.site, signature=signature, place=Place(keeps_count=not on))
+        place = replace(found.site.place, keeps_count=not on)
+        site = replace(found.site, signature=signature, place=place)
         facts = {**facts, name: replace(found, site=site)}
     if len(hidden_from) < len(readers):  # some modules are called without running their hooks
         return facts

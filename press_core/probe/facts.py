@@ -14,7 +14,7 @@ from press_core.cache.kinds import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
 from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.rotary import NoRotation, Rotary
-from press_core.model.sites import AttentionSite, QuerySource, Signature, Softmax
+from press_core.model.sites import AttentionSite, Place, QuerySource, Signature, Softmax
 from press_core.probe.watching import Attended, Seen, Watch
 
 
@@ -25,14 +25,12 @@ class Facts:
     Attributes:
         site: the module as presses see it.
         exemption: why presses do not prune its cache layer; empty: they can.
-        owner: see `Bystander`.
         slides: whether it sees a sliding window only.
         maker: name of the module that computes its cosines and sines; None: unknown.
     """
 
     site: AttentionSite
     exemption: str = ""
-    owner: int | None = None
     slides: bool = False
     maker: str | None = None
 
@@ -75,7 +73,7 @@ def facts_of(seen: Seen, watch: Watch) -> Facts:
         owner = _owner(seen, cache)
         why = f"{name} caches in a {type(layer).__name__}, which this project cannot prune"
         why = why if owner is None else f"{name} reads the cache of another layer"
-        return Facts(site, why, owner=owner)
+        return Facts(replace(site, place=Place(owner=owner)), why)
     if not seen.attended:
         return Facts(site, f"{name} calls no attention function that could be seen")
     if not bool(seen.attended[0].query.any()):

@@ -14,7 +14,7 @@ def let_slide(scope: ScopeState, forward: Forward) -> None:
     If no cache layer is a sliding one, the model makes all masks for the length of the first layer.
     """
     cache = forward.cache
-    slides = any(other.owner is None for other in scope.bystanders)
+    slides = any(other.place.owner is None for other in scope.bystanders)
     if not slides or not isinstance(cache, Cache) or cache.layers:
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
