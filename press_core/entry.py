@@ -48,7 +48,7 @@ from press_core.forward import (
     n_tokens,
 )
 from press_core.model.sites import AttentionSite
-from press_core.running import ENTERED, chunks, refused
+from press_core.running import ENTERED, chunks, refused, sliding
 from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
 
@@ -132,6 +132,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
         if forward.is_context:
             put_back_reset(forward.cache)
+            sliding.let_slide(scope, forward.cache)
     current.forward = forward
     forward.entered.append(scope)
     if scope.traits.phases & Phase.BEFORE_DECODER:

@@ -75,7 +75,6 @@ def test_a_press_that_does_not_say_what_it_kept_is_refused_where_that_matters():
 def test_exact_queries_for_presses_of_ones_own():
     seen = []
 
-    @dataclass
     class Peeking(ScorerPress):
         needs = Needs.QUERIES
 
@@ -167,7 +166,6 @@ class Registering(KnormPress):
                 handle.remove()
 
 
-@dataclass
 class Around(KnormPress):
     """Does something around the scope, and leaves the hooks to it."""
 

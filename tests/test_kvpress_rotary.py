@@ -64,7 +64,6 @@ def test_keys_can_be_turned_by_hand(family):
     """As `KeyRerotationPress` turns them."""
     model, ids = build(family), token_ids(2, 30)
 
-    @dataclass
     class Turning(KeyDiffPress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             kept = super().compress(module, hidden_states, keys, values, attentions, kwargs)

@@ -215,7 +215,7 @@ def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, na
     given = {"attention_mask": mask, "position_ids": positions}
     with example_for(package, name, 0.5, model)(model):
         model.model.layers[0].mlp.register_forward_hook(lambda *_: ran.append(1))
-        for cache in (None, DynamicCache(config=model.config)):
+        for cache in (None, DynamicCache(), DynamicCache(config=model.config)):
             with pytest.raises(UnsupportedCacheError, match=r"padded.*Sliding"):
                 model(ids, past_key_values=cache, **given)
         assert not ran

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from press_core.forward import Forward
-from press_core.running import chunks, quantized, refused, sliding, static
+from press_core.running import chunks, quantized, refused, static
 from press_core.scope import ScopeState
 
 ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
@@ -17,7 +17,6 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     refused.refuse_paged,
     refused.refuse_draft_tokens,
     chunks.announce,
-    sliding.let_slide,
     static.require_room,
     quantized.stage,
 )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from press_core.forward import Forward
 from press_core.scope import ScopeState
 
 
-def let_slide(scope: ScopeState, forward: Forward) -> None:
-    """Give a cache made without a config sliding-window layers, as one made for the model has.
+def let_slide(scope: ScopeState, cache: Any) -> None:
+    """Give a new cache without a config the sliding-window layers that one made for the model has.
 
     If no cache layer is a sliding one, the model makes all masks for the length of the first layer.
     """
-    cache = forward.cache
     slides = any(other.place.owner is None for other in scope.bystanders)
     if not slides or not isinstance(cache, Cache) or cache.layers:
         return
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-        cache.layers.extend(DynamicCache(config=scope.decoder.config).layers)
+        cache.layers.extend(DynamicCache(config=getattr(scope.decoder, "config", None)).layers)

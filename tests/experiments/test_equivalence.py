@@ -39,7 +39,6 @@ def words(result):
 # ---- presses of a user's own ---------------------------------------------------------------------
 
 
-@dataclass
 class NewestPress(hooks_impl.ScorerPress):
     """Keeps the most recent tokens."""
 
@@ -47,13 +46,11 @@ class NewestPress(hooks_impl.ScorerPress):
         return torch.arange(keys.shape[2]).expand(keys.shape[:3]).float()
 
 
-@dataclass
 class NewestPatch(patch_impl.ScorerPress):
     def score(self, call):
         return torch.arange(call.length).expand(call.keys.shape[:3]).float()
 
 
-@dataclass
 class NewestButOnePatch(NewestPatch):
     """Differs in the last KV head of the second layer, where the first token is kept."""
 
@@ -64,7 +61,6 @@ class NewestButOnePatch(NewestPatch):
         return scores
 
 
-@dataclass
 class NudgedPatch(patch_impl.KnormPress):
     """Differs in one bit of one value of the first layer."""
 
@@ -76,7 +72,6 @@ class NudgedPatch(patch_impl.KnormPress):
         return replace(eviction, values=values)
 
 
-@dataclass
 class RefusingPatch(NewestPatch):
     def check_site(self, site):
         raise UnsupportedModelError(f"not on {site.name}")
@@ -234,7 +229,6 @@ def test_a_run_equals_itself_even_with_random_numbers_and_nan(model, inputs):
 
 
 def test_later_forwards_are_compared_too(model):
-    @dataclass
     class LatePatch(patch_impl.KnormPress):
         """Leaves the cache alone and changes the output of every forward of one token."""
 
