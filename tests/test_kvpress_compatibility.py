@@ -89,7 +89,6 @@ def test_exact_queries_for_presses_of_ones_own():
 # ---- presses in presses --------------------------------------------------------------------------
 
 
-@dataclass
 class HiddenNormPress(ScorerPress):
     """Reads hidden states, keys and values of the same tokens."""
 
@@ -150,7 +149,6 @@ def test_plain_tensors_are_refused_in_words_where_somebody_does():
 # ---- hooks of one's own --------------------------------------------------------------------------
 
 
-@dataclass
 class Registering(KnormPress):
     """Registers its hooks itself, as kvpress's own `__call__` does."""
 

@@ -113,8 +113,8 @@ class Examples:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens added so far (the most of all layers)."""
-        return max((sum(map(len, of_layer)) for of_layer in self.states.values()), default=0)
+        """Number of tokens added so far, in the layer that has the fewest."""
+        return min((sum(map(len, of_layer)) for of_layer in self.states.values()), default=0)
 
     def add(self, scores: Sequence[Tensor], call: AttentionCall) -> None:
         """Add the hidden states of the call's layer.

@@ -68,18 +68,17 @@ class Rotary:
         Args:
             positions: `(1 or B, 1 or H, n)` int64; heads may have different positions.
         """
-        return self._each_head(self.rotate, x, positions)
+        x = upcast(x)
+        return _each_head(self.rotate, x, *self._at(x, positions))
 
     def rotate_from(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate_to`."""
-        return self._each_head(self.unrotate, x, positions)
+        x = upcast(x)
+        return self.unrotate_heads(x, *self._at(x, positions))
 
     def unrotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo `rotate` of `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
-        if cos.shape[1] == 1:
-            return self.unrotate(x, cos[:, 0], sin[:, 0])
-        cos, sin = (c.expand(*x.shape[:3], -1).flatten(0, 1) for c in (cos, sin))
-        return self.unrotate(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
+        return _each_head(self.unrotate, x, cos, sin)
 
     def find(self, cos: Tensor, sin: Tensor, limit: int) -> Tensor:
         """The position with these cosines and sines, `(B,)` int64.
@@ -95,10 +94,10 @@ class Rotary:
         same = alike(known_cos, cos) & alike(known_sin, sin)
         return torch.where(same.any(dim=-1), same.long().argmax(dim=-1), -1)
 
-    def _each_head(self, function: Callable[..., Tensor], x: Tensor, positions: Tensor) -> Tensor:
-        x = upcast(x)
-        cos, sin = self.embeddings(x, positions.expand(x.shape[:3]).flatten(0, 1))
-        return function(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
+    def _at(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`embeddings` at `positions` `(1 or B, 1 or H, n)`, in this shape."""
+        cos, sin = self.embeddings(like, positions.flatten(0, 1))
+        return cos.unflatten(0, positions.shape[:2]), sin.unflatten(0, positions.shape[:2])
 
     def average(self, like: Tensor, start: Tensor, n_positions: int) -> Tensor:
         """Mean rotation over the positions `start ... start + n_positions - 1`.
@@ -156,6 +155,14 @@ class Rotary:
                 if name.startswith(prefix):
                     setattr(own, name.removeprefix(prefix), of_type)
         return own
+
+
+def _each_head(rotate: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
+    if cos.shape[1] == 1:
+        return rotate(x, cos[:, 0], sin[:, 0])
+    cos, sin = (c.expand(*x.shape[:3], -1).flatten(0, 1) for c in (cos, sin))
+    return rotate(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
 
 
 def _in_parts(rotate: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -209,9 +209,10 @@ class ReplayPress(RatioPress, InstalledPress):
             has_rows = hasattr(layer, "batch_select_indices") and tokens is None
             if not is_plain and (index in pruned or not has_rows):
                 raise UnsupportedCacheError(
-                    f"{type(self).__name__} replays whole contexts, padded rows one by one, and "
-                    f"layer {index} is a {type(layer).__name__}, of which such a row cannot be "
-                    "copied; use it alone with a DynamicCache, or a press that does not replay"
+                    f"{type(self).__name__} replays whole contexts, each row of a padded batch "
+                    f"alone, and layer {index} is a {type(layer).__name__}, of which such a row "
+                    "cannot be copied; use it alone with a DynamicCache (if rows are padded, run "
+                    "them one by one), or use a press that does not replay"
                 )
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:

@@ -181,6 +181,9 @@ def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are():
     assert torch.equal(learned.states[1][0], call.hidden_states.flatten(0, 1)[3:])
     assert int((learned.targets[1][0] != 1).sum()) == 1
     assert fit_regressor(learned, "linear", None, 0, 0).bias.isfinite().all()
+    learned.add([scores / 0] * 3, replace(call, site=replace(call.site, layer_idx=0)))
+    with pytest.raises(CalibrationError, match="no token"):
+        fit_regressor(learned, "linear", None, 0, 0)
 
 
 def test_scores_of_another_shape_are_refused():
