@@ -1,7 +1,5 @@
 """What a press written for kvpress finds as `module.rotary_emb` is that of the very layer."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from press_core import UnsupportedInputError
 from tests.support import build, filled, snapshot, token_ids
 
 
-@dataclass
 class Unrotating(ScorerPress):
     """Rotates keys back by the model's own embeddings, as presses of kvpress do."""
 

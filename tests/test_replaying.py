@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
@@ -210,7 +210,9 @@ def test_padding_is_told_by_a_mask_of_any_form(package, name):
 @every
 def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, name):
     """Not where no cache is filled, and not of rows without padding."""
-    model, ran = build("gemma2", attn_implementation="eager"), []
+    config, ran = build("gemma2").config, []
+    config.layer_types.reverse()  # new caches get sliding layers, unless the first one slides
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     ids, mask, positions = left_padded(2, LENGTH, [0, 7])
     given = {"attention_mask": mask, "position_ids": positions}
     with example_for(package, name, 0.5, model)(model):
