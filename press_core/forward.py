@@ -38,8 +38,9 @@ class Arguments(NamedTuple):
 
     def get(self, name: str) -> Any:
         """The argument called `name`, positional or by keyword, or None."""
-        positional = dict(zip(self.names, self.args, strict=False))
-        return self.kwargs.get(name, positional.get(name))
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return dict(zip(self.names, self.args, strict=False)).get(name)
 
     @property
     def cache(self) -> Any:
