@@ -157,8 +157,7 @@ def test_later_tokens_are_read_from_the_mask(form):
     mask[2:4, 2:4] = True
     if form == "float":
         mask = torch.zeros(6, 6).masked_fill(~mask, torch.finfo(torch.float32).min)
-    later = bidirectional_mask(mask[None, None], 6)
-    assert later.nonzero().tolist() == [[0, 2, 3]]
+    assert bidirectional_mask(mask[None, None], 6).nonzero().tolist() == [[0, 2, 3]]
     assert bidirectional_mask(mask[None, None, :2, :2], 2) is None
     assert bidirectional_mask(None, 6) is None
 

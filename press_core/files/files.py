@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,8 @@ _PLAIN = (type(None), bool, int, float, str, list, tuple, torch.dtype, torch.dev
 _OF_SCOPES = "memories", "needs", "is_first", "has_sized_mask", "attended_by"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
-Kinds = dict[str, type]
-"""By name, the classes of what a file can hold: the layers of a cache, and their parts."""
+Kinds = dict[str, Any]
+"""By name of its class, an empty object of what a file holds: cache layers, and their parts."""
 
 
 def kinds_of(config: Any) -> Kinds:
@@ -165,9 +166,8 @@ def kinds_of(config: Any) -> Kinds:
         config: of the model that fills the cache.
     """
     own = PrunedLayer, PrunedHybridLayer, RaggedLayer, ChannelPrunedLayer, Blocks, Kept
-    of_model = (type(layer) for layer in DynamicCache(config=config).layers)
-    kinds = *own, DynamicLayer, DynamicSlidingWindowLayer, *of_model
-    return {kind.__name__: kind for kind in kinds}
+    plain = DynamicLayer(), DynamicSlidingWindowLayer(1), *DynamicCache(config=config).layers
+    return {type(x).__name__: x for x in (*map(object.__new__, own), *plain)}
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _record_of(value: Any, kinds: Kinds) -> dict[str, Any]:
         UnsupportedCacheError: if it cannot be saved.
     """
     kind = type(value).__name__
-    if kinds.get(kind) is not type(value):
+    if type(kinds.get(kind)) is not type(value):
         raise UnsupportedCacheError(
             f"cannot save a {type(getattr(value, 'inner', value)).__name__}, whose states are in a "
             "buffer or in the format of a library; use a DynamicCache"
@@ -232,7 +232,7 @@ def _record_of(value: Any, kinds: Kinds) -> dict[str, Any]:
     state = {name: x for name, x in vars(value).items() if name not in _OF_SCOPES}
     for name, x in state.items():
         for part in x.values() if isinstance(x, dict) else [x]:
-            if not isinstance(part, _PLAIN) and type(part) not in kinds.values():
+            if not isinstance(part, (*_PLAIN, *map(type, kinds.values()))):
                 raise UnsupportedCacheError(
                     f"cannot save a {kind}: its {name} is a {type(part).__name__}, and only "
                     "numbers, strings and tensors can be saved"
@@ -285,7 +285,7 @@ def layer_from(record: Any, kinds: Kinds, device: torch.device) -> Any:
         return {key: layer_from(x, kinds, device) for key, x in record.items()}
     kind = record["kind"]
     require(kind in kinds, f"it has a layer of an unknown kind {kind!r}")
-    made: Any = object.__new__(kinds[kind])
+    made = copy(kinds[kind])  # releases of transformers have different attributes
     # The layout of heads in blocks is read on the CPU, and made anew for the device.
     own_device = torch.device("cpu") if isinstance(made, Blocks) else device
     state = layer_from(record["state"], kinds, own_device)

@@ -324,7 +324,7 @@ def _digest(body: nn.Module) -> str:
                 sample = flat[::step][:N_SAMPLED].cpu().contiguous()
                 digest.update(sample.view(torch.uint8).numpy().tobytes())
     for name, module in body.named_modules():
-        if hasattr(module, "disable_adapters"):  # a layer of PEFT
+        if isinstance(getattr(module, "disable_adapters", None), bool):  # a layer of PEFT
             digest.update(f"{name} {module.disable_adapters} {module.active_adapters}".encode())
     return digest.hexdigest()
 

@@ -88,8 +88,7 @@ def test_no_question_sees_another(answerer, package, name):
     options = {"press": PRESSES[name](package), "max_new_tokens": 3}
     questions = [*text.questions, "? alice ? bob"]  # of other lengths too
     at_once = answerer(text.context, questions, **options)
-    backwards = answerer(text.context, questions[::-1], **options)
-    assert at_once == backwards[::-1]
+    assert at_once == answerer(text.context, questions[::-1], **options)[::-1]
     assert at_once == [answerer(text.context, [q], **options)[0] for q in questions]
 
 

@@ -115,8 +115,7 @@ def test_what_is_refused(answerer, tmp_path):
 def test_a_press_that_goes_on_is_asked_for(answerer, tmp_path):
     texts, questions = facts()
     path = tmp_path / "a"
-    press = PIPELINE_PRESSES["decoding"](hooks_impl)
-    answerer.save(texts[0], path, press=press)
+    answerer.save(texts[0], path, press=PIPELINE_PRESSES["decoding"](hooks_impl))
     for other in (None, hooks_impl.KnormPress(0.5)):
         with pytest.raises(UserError, match=r"DecodingPress\(.*again"):
             answerer(SavedContext(path), questions[0], press=other)

@@ -139,8 +139,7 @@ def test_nothing_is_left_after_an_error(model, mechanism):
     def fail(self, *args):
         raise RuntimeError("while scoring")
 
-    package = SIDES[mechanism][0]
-    failing = type("Failing", (package.SnapKVPress,), {"score": fail})(0.5)
+    failing = type("Failing", (SIDES[mechanism][0].SnapKVPress,), {"score": fail})(0.5)
     before = snapshot(model)
     with pytest.raises(RuntimeError, match="while scoring"):
         trace(model, PressPair(failing, failing), length=LENGTH)

@@ -63,8 +63,7 @@ def header_of(path):
 
 def rewrite(path, **changed):
     """The same file with another header."""
-    header = header_of(path) | changed
-    save_file(load_file(path), path, {METADATA: json.dumps(header)})
+    save_file(load_file(path), path, {METADATA: json.dumps(header_of(path) | changed)})
     return path
 
 
@@ -109,6 +108,13 @@ def test_other_releases_of_transformers(path):
     loaded = load_cache(path, model_of(), any_version=True)
     for layer, expected in zip(loaded.layers, cache_of().layers, strict=True):
         assert torch.equal(layer.keys, expected.keys)
+
+
+def test_releases_without_an_attribute_of_layers(tmp_path):
+    model, cache = model_of("gemma2"), cache_of(family="gemma2")
+    del cache.layers[0]._sliding_window_tensor
+    loaded = load_cache(save_cache(cache, tmp_path / "a", model), model)
+    assert hasattr(loaded.layers[0], "_sliding_window_tensor")
 
 
 def test_another_version_of_the_format(path):
@@ -156,9 +162,10 @@ def test_adapters_that_are_off_or_on(tmp_path):
 
 
 def test_the_same_model_by_other_ways(path, tmp_path):
-    """Its body alone, another attention implementation, and what was written and read again."""
+    """Its body alone, other attention, another class of a module, what was written and read."""
     model_of().save_pretrained(tmp_path / "model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="sdpa")
+    again.model.norm.__class__ = type("Norm", (type(again.model.norm),), {})
     for model in (again, again.model):
         assert identity(model) == identity(model_of())
         load_cache(path, model)
