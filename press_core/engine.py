@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from press_core import running
 from press_core.cache.caches import known
 from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.memory import Memory
@@ -20,13 +20,11 @@ from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.forward import Forward
-from press_core.model.graphs import may_break
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
 from press_core.press import Press
 from press_core.rows import Decisions, RowGroup, parts_of
-from press_core.running import chunks, images, ranks
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -36,19 +34,16 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
     if passed.cache is None or not press.phases & phase:
         return
-    (_act_outside_graphs if may_break() else _act)(scope, press, passed)
+    _act(scope, press, passed)
 
 
+@running.eagerly
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.acting[scope].depths.add(passed.site.place.depth)
     observed = observe(scope, press, passed)
     if observed is not None:
         decisions = judged(press, *observed)
         store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
-
-
-# Values decide what is kept, and buffers grow.
-_act_outside_graphs = torch.compiler.disable(_act)
 
 
 def store_decisions(
@@ -74,7 +69,7 @@ def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> Decisi
     groups = []
     for rows, slots, part in parts_of(call, occupied, press.row_by_row):
         is_empty = slots is not None and not len(slots)  # a row without tokens in this turn
-        eviction = Eviction.nothing(part) if is_empty else ranks.decided(press, part)
+        eviction = Eviction.nothing(part) if is_empty else running.decided(press, part)
         groups.append(RowGroup(rows, slots, eviction))
     return Decisions(call, groups, occupied)
 
@@ -95,10 +90,12 @@ def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed 
     require_readable(layer, passed.site)
     if not is_context:
         return _decoding_step(scope, press, passed, layer)
-    found = chunks.wait(scope, passed, context_call(scope, passed, layer))
-    if found is None:
+    call: AttentionCall | None = context_call(scope, passed, layer)
+    for handle in running.OBSERVED:
+        call = None if call is None else handle(scope, passed, call)
+    if call is None:
         return None
-    call, occupied = images.with_images(scope, passed, found), passed.occupied(layer)
+    occupied = passed.occupied(layer)
     call = call.replace(when=replace(call.when, seen=tokens_seen(layer, occupied)))
     if scope.traits.remembers:
         call = call.replace(memory=remembered(press, call, occupied))
@@ -118,7 +115,7 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
     """The updated per-token values of `Press.remember`, for each slot: `(B, H_kv, S)` by name."""
     carried_scores: dict[str, Tensor] = {}
     for rows, slots, part in parts_of(call, occupied, row_by_row=False):
-        for name, of_rows in ranks.remembered(press, part).items():
+        for name, of_rows in running.remembered(press, part).items():
             if name not in carried_scores:
                 carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
             if slots is None:
@@ -142,7 +139,7 @@ def _decoding_step(
     scope: ScopeState, press: Press, passed: AttentionPass, layer: PrunedLayer
 ) -> Observed | None:
     """The call over a layer while decoding; None if no pruning is due: states are buffered."""
-    images.require_causal(scope, passed)
+    running.require_causal(scope, passed)
     traits, progress = scope.traits, passed.forward.acting[scope]
     n_new = passed.hidden_states.shape[1]
     due = press.is_due(progress.n_steps, n_new)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from press_core import running
 from press_core.cache.caches import (
     are_special,
     check_prunable,
@@ -48,7 +49,7 @@ from press_core.forward import (
     n_tokens,
 )
 from press_core.model.sites import AttentionSite
-from press_core.running import ENTERED, chunks, refused, sliding
+from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
 
@@ -119,7 +120,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the layout of the input is not supported.
     """
-    if not forward.entered and refused.is_early_exit():
+    if not forward.entered and running.is_early_exit():
         return forward.given
     if not torch.compiler.is_compiling():  # compiled forwards are not counted
         forward.frame = forward.frame or _lasting_frame()
@@ -132,12 +133,12 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
         if forward.is_context:
             put_back_reset(forward.cache)
-            sliding.let_slide(scope, forward.cache)
+            running.let_slide(scope, forward.cache)
     current.forward = forward
     forward.entered.append(scope)
     if scope.traits.phases & Phase.BEFORE_DECODER:
         forward.given = scope.press.before_decoder(scope, forward)
-    for handle in ENTERED:
+    for handle in running.ENTERED:
         handle(scope, forward)
     if forward.is_context:
         _begin_context(scope, forward)
