@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.cache.pruned import PrunedLayer
 from press_core.errors import UnsupportedCacheError
@@ -29,9 +29,6 @@ HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", 
 KINDS: dict[type, type[PrunedLayer]] = {DynamicLayer: PrunedLayer}
 """By type of a `transformers` layer, the class that replaces it when it is pruned."""
 
-OPEN_KINDS: list[type] = []
-"""Types of `KINDS` that also stand for their subclasses."""
-
 if HybridLayer is not None:
     KINDS[HybridLayer] = PrunedHybridLayer
     # transformers updates the linear state only of layers that are instances of this mixin.
@@ -41,8 +38,7 @@ if HybridLayer is not None:
 def kind_of(layer: Any) -> type[PrunedLayer] | None:
     """The class that replaces a layer of `transformers`; None: it cannot be pruned."""
     # Quantized layers have one subclass per library.
-    of_open = (KINDS[kind] for kind in OPEN_KINDS if isinstance(layer, kind))
-    return KINDS.get(type(layer)) or next(of_open, None)
+    return KINDS.get(QuantizedLayer if isinstance(layer, QuantizedLayer) else type(layer))
 
 
 def as_pruned(layer: Any) -> PrunedLayer | None:

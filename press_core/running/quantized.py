@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-from press_core.cache.kinds import KINDS, OPEN_KINDS
+from press_core.cache.kinds import KINDS
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
@@ -95,7 +95,6 @@ class PrunedStagingLayer(PrunedLayer):
 
 
 KINDS |= {QuantizedLayer: PrunedQuantizedLayer, StagingLayer: PrunedStagingLayer}
-OPEN_KINDS.append(QuantizedLayer)
 
 
 def stage(scope: ScopeState, forward: Forward) -> None:
