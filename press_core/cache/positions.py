@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from press_core.cache.masks import visible_tokens
 from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import extended
 from press_core.model.sites import AttentionSite
 
 
@@ -19,16 +20,27 @@ def tokens_seen(layer: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all.
     """
-    real = layer.kept.real
-    if real is None and occupied is None:
-        return (layer.n_seen,) * layer.batch
-    empty = torch.zeros(layer.batch, dtype=torch.int64)
-    if real is not None:
-        empty = (~real).sum(dim=-1).cpu()
-    if occupied is not None:
-        recent = occupied[:, occupied.shape[1] - layer.n_recent :]
-        empty = empty + (~recent).sum(dim=-1).cpu()
-    return tuple((layer.n_seen - empty).tolist())
+    real = real_tokens(layer, occupied)
+    return (layer.n_seen,) * layer.batch if real is None else tuple(real.sum(dim=-1).tolist())
+
+
+def real_tokens(layer: PrunedLayer, occupied: Tensor | None) -> Tensor | None:
+    """Which of the tokens that `layer` has seen are not padding, `(B, n_seen)` bool; None: all.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all. Of a ragged layer, it may cover
+            only the newest tokens.
+    """
+    if occupied is None and layer.kept.real is None:
+        return None
+    real = torch.ones(layer.batch, layer.n_seen, dtype=torch.bool, device=layer.device)
+    if layer.kept.real is not None:
+        real[:, : layer.kept.n_seen] = layer.kept.real
+    if occupied is not None:  # tokens appended since the last pruning
+        end = min(layer.n_slots, occupied.shape[1])  # a press may have added slots
+        n_new = min(layer.n_recent, end)
+        real[:, layer.n_seen - n_new :] = occupied[:, end - n_new : end]
+    return None if bool(real.all()) else real
 
 
 def rotary_positions(
@@ -62,8 +74,7 @@ def rotary_positions(
     known = layer.kept.rotary
     if known is None:
         return positions
-    recent = positions[..., known.shape[-1] :].expand(*known.shape[:2], -1)
-    return torch.cat((known.to(positions), recent), dim=-1)
+    return extended(known.to(positions), positions[..., known.shape[-1] :])
 
 
 def first_position(ids: Tensor | None, mask: Any, layer: PrunedLayer, n_tokens: int) -> Tensor:

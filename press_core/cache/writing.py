@@ -12,6 +12,7 @@ from torch import Tensor
 from press_core.cache.caches import known, mask_layer
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.memory import Key, Memory
+from press_core.cache.positions import real_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.slots import reading_needs
@@ -72,7 +73,7 @@ def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions,
 
 def _kept(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
     """Which of the tokens that the layer has seen are kept."""
-    rows, real = decisions.rows, real_tokens(old, decisions)
+    rows, real = decisions.rows, real_tokens(old, decisions.occupied)
     positions = _int32(_positions(old, decisions))
     kept = Kept(positions, decisions.length, old.n_seen, rows, real, shift=old.kept.shift)
     known = decisions.call.at.rotary
@@ -103,22 +104,6 @@ def _int32(positions: Tensor | None) -> Tensor | None:
 def _positions(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
     """Sequence position of each kept slot, `(B, H_kv, n)`, -1 if empty; None: unknown."""
     return decisions.of_slots(old.all_positions()) if old.is_pruned else decisions.slots()
-
-
-def real_tokens(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
-    """Which of the tokens seen are not padding, `(B, n_seen)` bool; None: all."""
-    occupied = decisions.occupied
-    if occupied is None and old.kept.real is None:
-        return None
-    keys, n_seen = decisions.call.keys, old.n_seen
-    real = torch.ones(len(keys), n_seen, dtype=torch.bool, device=keys.device)
-    if old.kept.real is not None:
-        real[:, : old.kept.n_seen] = old.kept.real
-    if occupied is not None:  # tokens appended since the last pruning
-        end = min(old.n_slots, decisions.call.length)  # the call may cover fewer slots
-        n_new = min(old.n_recent, end)
-        real[:, n_seen - n_new :] = occupied[:, end - n_new : end]
-    return None if bool(real.all()) else real
 
 
 def _even(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> PrunedLayer:
@@ -190,7 +175,7 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
         return torch.ones_like(eviction.keys[..., 0], dtype=torch.bool)
 
     late = any(eviction.carried for eviction in decisions.evictions)
-    kept = Kept(n_seen=old.n_seen, real=real_tokens(old, decisions))
+    kept = Kept(n_seen=old.n_seen, real=real_tokens(old, decisions.occupied))
     old.check_stores(Uneven.HEADS_AND_LATER if late else Uneven.HEADS)
     keys, values = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     site, positions = decisions.call.site, _required(_positions(old, decisions))
@@ -209,7 +194,7 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
 
 def _evict_late(layer: RaggedLayer, decisions: Decisions) -> None:
     """Evict tokens of earlier forwards, and the padding among this forward's tokens."""
-    real, occupied = real_tokens(layer, decisions), decisions.occupied
+    real, occupied = real_tokens(layer, decisions.occupied), decisions.occupied
     if occupied is not None:
         layer.evict(~occupied[:, None].expand(-1, layer.n_heads, -1), real)
     layer.carry(_carried(decisions, missing=float("inf")))
