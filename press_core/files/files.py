@@ -257,8 +257,6 @@ def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[x["tensor"]]
         if x.keys() == {"dtype"}:
             return _DTYPES[x["dtype"]]
-        if x.keys() == {"device"}:
-            return torch.device(x["device"])
         # JSON has string keys only, and no tuples.
         named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
         return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
@@ -277,10 +275,10 @@ def layer_from(record: Any, kinds: Kinds, device: torch.device) -> Any:
     """
     if isinstance(record, Tensor):
         return record.to(device)
-    if isinstance(record, torch.device):
-        return device
     if not isinstance(record, dict):
         return record
+    if record.keys() == {"device"}:
+        return device
     if record.keys() != {"kind", "state"}:
         return {key: layer_from(x, kinds, device) for key, x in record.items()}
     kind = record["kind"]
