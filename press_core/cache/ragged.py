@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicLayer
 
 from press_core.cache.in_place import UNREADABLE, InPlaceLayer
@@ -20,7 +21,6 @@ from press_core.cache.layout import Blocks
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept, ReadingNeeds
 from press_core.model.graphs import stay_in_place
-from press_core.rows import pad_left
 
 RESERVED = 2
 """Empty slots before recent tokens: torch.compile specializes graphs for lengths 0 and 1."""
@@ -211,9 +211,8 @@ class RaggedLayer(InPlaceLayer):
         keys, values, positions = self.tokens()
 
         def padded(states: Tensor, empty: float) -> Tensor:
-            of_heads = [head[None, None] for head in states.split(self.counts)]
-            rows = torch.cat([pad_left(head, self.n_slots, empty) for head in of_heads])
-            return rows.view(self.batch, self.n_heads, *rows.shape[2:])
+            heads = pad_sequence(states.split(self.counts), True, empty, "left")
+            return heads.unflatten(0, (self.batch, self.n_heads))
 
         return padded(keys, 0), padded(values, 0), padded(positions, -1)
 
