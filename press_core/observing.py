@@ -119,8 +119,7 @@ def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -
             f"the press of an inner scope pruned {passed.site.name} without saying which tokens it "
             f"kept; open that scope outermost, or {REPORT_POSITIONS}"
         )
-    tokens = positions.long().to(passed.hidden_states.device)
-    rotary = None if rotary is None else rotary.long()
+    tokens = positions.to(passed.hidden_states.device)
     return call.replace(at=replace(call.at, tokens=tokens, rotary=rotary))
 
 

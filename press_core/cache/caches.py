@@ -167,7 +167,7 @@ def _positions(layer: Any, index: int) -> Tensor:
                 f"the press that pruned layer {index} did not say which tokens it kept; let its "
                 "compress return Eviction.keep(call, positions)"
             )
-        return found.long()
+        return found
     seen = int(layer.get_seq_length())
     first = seen - min(layer.keys.shape[2], seen)
     return torch.arange(first, seen, device=layer.keys.device).view(1, 1, -1)
