@@ -8,7 +8,6 @@ device alone, unless it asks for the int, and leaves the error to the device.
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -176,46 +175,31 @@ class PrunedStaticLayer(PrunedLayer):
     get_max_cache_shape = get_max_length  # of transformers 5.2
 
 
-class HybridBuffer(Buffer):
-    """A buffer beside the state of a linear attention.
-
-    Attributes:
-        linear: the layer of `transformers` that stores this state, and no keys and values.
-    """
-
-    def __init__(self, linear: Any, *contents: Any) -> None:
-        super().__init__(*contents)
-        self.linear = copy(linear)
-        self.linear.keys = self.linear.values = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "linear":  # while a buffer is copied
-            raise AttributeError(name)
-        return getattr(self.linear, name)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        cache_utils.LinearAttentionLayer.reorder_cache(self.linear, beam_idx)
-
-
-class PrunedStaticHybridLayer(PrunedHybridLayer, PrunedStaticLayer):
-    """A pruned layer in a buffer that also stores the state of a linear attention."""
-
-    @property
-    def linear(self) -> Any:
-        """The layer of `transformers` that stores this state."""
-        return getattr(self.inner, "linear", self.inner)
-
-    def buffer(self, *contents: Any) -> Buffer:
-        return HybridBuffer(self.linear, *contents)
-
-    def emptied(self) -> Any:
-        return type(self.linear)(self.get_max_length(), self.linear.number_of_states)
-
-
 KINDS[StaticLayer] = PrunedStaticLayer
 StaticHybridLayer: Any = getattr(cache_utils, "LinearAttentionAndStaticFullAttentionLayer", None)
 """Layer with a buffer and a linear-attention state; transformers 5.2 does not have it."""
 
 if StaticHybridLayer is not None:
+
+    class HybridBuffer(Buffer, StaticHybridLayer):
+        """A buffer beside the state of a linear attention."""
+
+        def __init__(self, like: Any, *contents: Any) -> None:
+            """Store `contents` as a `Buffer` does, and take the linear state of `like`."""
+            self.__dict__.update(vars(like))
+            super().__init__(*contents)
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            super().reorder_cache(beam_idx)
+            cache_utils.LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    class PrunedStaticHybridLayer(PrunedHybridLayer, PrunedStaticLayer):
+        """A pruned layer in a buffer that also stores the state of a linear attention."""
+
+        def buffer(self, *contents: Any) -> Buffer:
+            return HybridBuffer(self.inner, *contents)
+
+        def emptied(self) -> Any:
+            return StaticHybridLayer(self.get_max_length(), self.number_of_states)
+
     KINDS[StaticHybridLayer] = PrunedStaticHybridLayer
