@@ -27,10 +27,8 @@ from press_core.scope import ScopeState
 
 def require_room(scope: ScopeState, forward: Forward) -> None:
     """Raise if a context does not fit into a static cache; torch's own error says only an index."""
-    layers = getattr(forward.cache, "layers", [])
-    for site in scope.sites:
-        layer: Any = layers[site.layer_idx] if site.layer_idx < len(layers) else None
-        if forward.is_context and isinstance(layer, StaticLayer):
+    for layer in getattr(forward.cache, "layers", []):
+        if forward.is_context and isinstance(layer, StaticLayer) and not layer.is_sliding:
             _require_room(forward.n_tokens, layer.max_cache_len)
 
 
