@@ -83,9 +83,8 @@ def is_of_tokens(forward: Forward, layer: PrunedLayer) -> bool:
     mask = for_full_attention(forward.given.get("attention_mask"))
     if not isinstance(mask, Tensor) or mask.dim() != 4 or is_built_for_slots(forward):
         return False
-    return mask.shape[-1] == layer.n_seen + forward.n_tokens or mask.shape[-1] in [
-        layer.get_max_length() for layer in pruned_layers(forward.cache)[:1] if layer.room
-    ]
+    n_tokens = layer.n_seen + forward.n_tokens
+    return mask.shape[-1] in (n_tokens, layer.room and layer.get_max_length())
 
 
 def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
