@@ -43,14 +43,12 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     observed = observe(scope, press, passed)
     if observed is not None:
         decisions = judged(press, *observed)
-        store_decisions(scope, passed.cache, passed.site, decisions, passed.forward)
+        store_decisions(scope, passed.cache, decisions, passed.forward)
 
 
-def store_decisions(
-    scope: ScopeState, cache: Any, site: AttentionSite, decisions: Decisions, forward: Forward
-) -> None:
+def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:
     """Store what is kept of a layer in a forward, and record it in the tally."""
-    layer = store(cache, site, decisions, scope.key)
+    layer, site = store(cache, decisions, scope.key), decisions.call.site
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
@@ -199,4 +197,4 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
         carried=layer.carried,
         scope=scope,
     )
-    store_decisions(scope, forward.cache, site, judged(press, call, occupied), forward)
+    store_decisions(scope, forward.cache, judged(press, call, occupied), forward)

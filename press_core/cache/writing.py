@@ -19,12 +19,11 @@ from press_core.cache.slots import reading_needs
 from press_core.cache.tokens import Kept, Uneven
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.model.sites import AttentionSite
 from press_core.rows import Decisions
 
 
-def store(cache: Any, site: AttentionSite, decisions: Decisions, key: Key) -> PrunedLayer | None:
-    """Replace the cache layer of `site` by a layer with what the decisions keep.
+def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
+    """Replace the cache layer that decisions were made about by one with what they keep.
 
     Args:
         key: of the scope that prunes.
@@ -36,6 +35,7 @@ def store(cache: Any, site: AttentionSite, decisions: Decisions, key: Key) -> Pr
         UnsupportedCacheError: if this kind of layer cannot store the result.
         UnsupportedInputError: if a press did not report kept positions where they are needed.
     """
+    site = decisions.call.site
     index = site.layer_idx
     old, stored = known(cache, index), cache.layers[index]
     if decisions.any("late_mask"):
@@ -51,7 +51,7 @@ def store(cache: Any, site: AttentionSite, decisions: Decisions, key: Key) -> Pr
         _leave_whole(cache, index, old, decisions, key)
         return None
     else:
-        layer = _even(old, site, decisions)
+        layer = _even(old, decisions)
     for other, memory in _memories(old, decisions, key).items():
         layer.remember(other, memory)
     cache.layers[index] = layer
@@ -71,7 +71,7 @@ def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions,
     cache.layers[index] = layer if keeps else layer.inner
 
 
-def _kept(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
+def _kept(old: PrunedLayer, decisions: Decisions) -> Kept:
     """Which of the tokens that the layer has seen are kept."""
     rows, real = decisions.rows, real_tokens(old, decisions.occupied)
     positions = _int32(_positions(old, decisions))
@@ -82,7 +82,7 @@ def _kept(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> Kept:
         following = decisions.numbers(lambda e: e.next_position or e.length)
         # With `keeps_count` the model goes on counting tokens seen: layers that keep their
         # positions rely on it, and the mask of a padded batch has columns for all tokens.
-        keeps_count = kept.is_padded or site.place.keeps_count
+        keeps_count = kept.is_padded or decisions.call.site.place.keeps_count
         shift = kept.shift if keeps_count else kept.n_seen - max(following)
         return replace(kept, rotary=rotary, following=following, shift=shift)
     if old.is_rerotated:  # padding between turns takes no positions
@@ -106,9 +106,9 @@ def _positions(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
     return decisions.of_slots(old.all_positions()) if old.is_pruned else decisions.slots()
 
 
-def _even(old: PrunedLayer, site: AttentionSite, decisions: Decisions) -> PrunedLayer:
+def _even(old: PrunedLayer, decisions: Decisions) -> PrunedLayer:
     """The layer for decisions that keep the same number of tokens in every head."""
-    kept = _kept(old, site, decisions)
+    kept = _kept(old, decisions)
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):
         channels = decisions.joined(lambda e: _required(e.channels))

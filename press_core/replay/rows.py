@@ -265,7 +265,7 @@ def store_chosen(
         keep = Eviction.keep if even else Eviction.keep_per_head
         eviction = keep(part, true_indices(mask) if even else mask)
         groups.append(RowGroup(rows, slots, eviction))
-    store_decisions(scope, cache, site, Decisions(call, groups, occupied), forward)
+    store_decisions(scope, cache, Decisions(call, groups, occupied), forward)
 
 
 def cache_before(scope: ScopeState, forward: Forward) -> Any:
