@@ -52,8 +52,7 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
         return None
     else:
         layer = _even(old, decisions)
-    for other, memory in _memories(old, decisions, key).items():
-        layer.remember(other, memory)
+    _remember(layer, old, decisions, key)
     cache.layers[index] = layer
     layer.is_first = mask_layer(cache) is layer
     layer.needs |= reading_needs(cache, layer, site)
@@ -139,19 +138,17 @@ def _required(x: Tensor | None) -> Tensor:
     return x
 
 
-def _memories(old: PrunedLayer, decisions: Decisions, key: Key) -> dict[Key, Memory]:
-    """The memory of each open scope, for the kept slots."""
+def _remember(layer: PrunedLayer, old: PrunedLayer, decisions: Decisions, key: Key) -> None:
+    """Store the memory of each open scope, for the kept slots, with `layer`."""
     before = {k: memory for k, memory in old.memories.items() if k.is_open or k is key}
     if decisions.call.memory:
         before.setdefault(key, Memory())
-    memories = {}
     for other, memory in before.items():
         is_own = other is key
         slots = decisions.call.memory if is_own else memory.of_slots(decisions.call.length)
         found = {name: decisions.of_slots(x, empty=0) for name, x in slots.items()}
         carried_scores = {name: x for name, x in found.items() if x is not None}
-        memories[other] = memory.after_pruning(carried_scores, by_this_scope=is_own)
-    return memories
+        layer.remember(other, memory.after_pruning(carried_scores, by_this_scope=is_own))
 
 
 # ---- heads of different lengths ------------------------------------------------------------------
