@@ -1,8 +1,8 @@
 """Scoped interception of attention functions.
 
 An attention module gets a function from its registry and calls it with the queries, keys and
-values after RoPE. While `intercept` is open, functions from the registry look for an override in
-their keyword arguments and run it. The override is passed as a keyword argument of the module's
+values after RoPE. While `intercept` is open, functions from the registry look for overrides in
+their keyword arguments and run them. An override is passed as a keyword argument of the module's
 forward, so it affects the attention calls of this forward only; every other model, thread and call
 is unchanged.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from attention_patch.reversible import Patch, wrap
 
 OVERRIDE = "attention_override"
-"""Keyword argument of an attention forward that holds the override."""
+"""Keyword argument of an attention forward that holds the overrides, the outermost first."""
 
 Override = Callable[..., Any]
 """`override(function, module, query, key, value, attention_mask, **kwargs)`, run in place of the
@@ -35,14 +35,7 @@ def intercept(interface: Any) -> Patch:
 
 def with_override(kwargs: Mapping[str, Any], override: Override) -> dict[str, Any]:
     """`kwargs` of an attention forward plus `override`, wrapped around any existing override."""
-    inner = kwargs.get(OVERRIDE)
-    if inner is None:
-        return {**kwargs, OVERRIDE: override}
-
-    def both(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return override(partial(inner, function), *args, **kwargs)
-
-    return {**kwargs, OVERRIDE: both}
+    return {**kwargs, OVERRIDE: (override, *kwargs.get(OVERRIDE, ()))}
 
 
 def _run_overrides(get_interface: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,5 +43,6 @@ def _run_overrides(get_interface: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _dispatch(function: Any, *args: Any, **kwargs: Any) -> Any:
-    override = kwargs.pop(OVERRIDE, None)
-    return function(*args, **kwargs) if override is None else override(function, *args, **kwargs)
+    for override in reversed(kwargs.pop(OVERRIDE, ())):
+        function = partial(override, function)
+    return function(*args, **kwargs)
