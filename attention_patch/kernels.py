@@ -190,7 +190,7 @@ def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     if query.visible is not None:  # the mask may hide all tokens from a query
         weights = weights.nan_to_num(0)
     weights = weights.to(recent_values.dtype)
-    (read,) = _products(layer, weights[..., :n], layer.values)
+    read = _products(layer, weights[..., :n], layer.values)
     output = torch.baddbmm(read, weights[..., n:], recent_values)
     return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
 
@@ -214,8 +214,7 @@ def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     total = recent.sum(dim=-1, keepdim=True).index_add_(0, heads, old.sum(dim=-1, keepdim=True))
     output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
     read = _products(layer, old.to(recent_values.dtype), layer.values)
-    for part, by in zip(read, heads.split([len(part) for part in read]), strict=True):
-        output.index_add_(0, by, upcast(part))
+    output.index_add_(0, heads, upcast(read))
     return _normalised(output, total, sink_terms, query)
 
 
@@ -269,18 +268,18 @@ def _rows(layer: RaggedLayer, query: Query) -> Tensor:
     return query.states.reshape(batch * layer.n_heads, -1, d)
 
 
-def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> list[Tensor]:
-    """The product of each reading's `left` `(P, r, x)` with the block of `stored` `(n, x, y)`.
+def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> Tensor:
+    """The product of each reading's `left` `(P, r, x)` with its block of `stored` `(n, x, y)`.
 
     Returns:
-        `(n_own, r, y)`, `(P - n_own, r, y)`, or one of the two where the other is empty.
+        `(P, r, y)`.
     """
     n, n_own, shape = layer.blocks.n, layer.blocks.n_own, (-1, left.shape[1], stored.shape[2])
     if n_own == n:
-        return [torch.bmm(left, stored)]
+        return torch.bmm(left, stored)
     of_shared = left[n_own:].reshape(n - n_own, -1, left.shape[2])
     shared = torch.bmm(of_shared, stored[n_own:]).view(shape)
-    return [torch.bmm(left[:n_own], stored[:n_own]), shared] if n_own else [shared]
+    return torch.cat((torch.bmm(left[:n_own], stored[:n_own]), shared)) if n_own else shared
 
 
 def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 1.0) -> Tensor:
@@ -289,9 +288,7 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
     Args:
         states: of the queries of each reading, times the query's factor, `(P, G * q, d)`.
     """
-    products = _products(layer, states, layer.keys.mT)
-    old = query.logits(products[0] if len(products) == 1 else torch.cat(products), unit)
-    old = old.add_(layer.blocks.hidden)
+    old = query.logits(_products(layer, states, layer.keys.mT), unit).add_(layer.blocks.hidden)
     if query.visible is None or not query.masks_context(layer):
         return old
     visible = by_kv_head(query.visible[..., : layer.kept.n_seen], layer.n_heads)
