@@ -29,7 +29,6 @@ from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
 from press_core.running.compiled import runs_eagerly
 from press_core.scope import InstalledPress, Scope, ScopeState
-from press_core.select import upcast
 from press_core.traits import Evicts, Phase
 
 
@@ -43,9 +42,7 @@ def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) ->
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
     old = grouped.gather(-1, index) @ layer.keys.unsqueeze(2).mT
     recent = grouped @ layer.recent_keys.unsqueeze(2).mT
-    logits = upcast(torch.cat((old, recent), dim=-1) * queries.scaling)
-    if queries.softcap is not None:
-        logits = torch.tanh(logits / queries.softcap) * queries.softcap
+    logits = queries.logits(torch.cat((old, recent), dim=-1) * queries.factor())
     if queries.visible is not None:  # covers all tokens, or the last ones only
         visible = by_kv_head(queries.visible, layer.channels.shape[1])
         logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
