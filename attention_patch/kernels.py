@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from press_core.attention import softmax_with_sinks
 from press_core.cache.ragged import RaggedLayer
 from press_core.errors import HyperparameterError, UnsupportedInputError
 from press_core.model.sites import AttentionSite
@@ -150,14 +151,6 @@ def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
     if visible.shape[1] == 1:
         return visible.unsqueeze(1)
     return visible.unflatten(1, (n_kv_heads, -1))
-
-
-def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention weights `(B, H_kv, G, q, n)`; learned `sinks` `(H,)` get a share of the softmax."""
-    if sinks is None:
-        return logits.softmax(dim=-1)
-    sink_terms = sinks.to(logits).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
-    return torch.cat((logits, sink_terms), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 # ---- the kernels ---------------------------------------------------------------------------------

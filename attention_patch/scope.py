@@ -17,9 +17,9 @@ from attention_patch.kernels import (
     by_kv_head,
     check_backend,
     queries_of,
-    softmax_with_sinks,
 )
 from attention_patch.reversible import Patch, wrap
+from press_core.attention import softmax_with_sinks
 from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped

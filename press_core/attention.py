@@ -167,6 +167,12 @@ def causal_weights(
     logits[..., length - n_rows :].masked_fill_(hidden, float("-inf"))
     if site.sinks is None:
         return torch.softmax(logits, dim=-1, out=logits)  # allocating another doubles the time
-    sinks = site.sinks.to(logits).view(1, site.num_kv_heads, -1, 1, 1)[:, heads]
-    sinks = sinks.expand(len(logits), -1, -1, n_rows, 1)
-    return torch.cat((logits, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    return softmax_with_sinks(logits, site.sinks.view(site.num_kv_heads, -1)[heads])
+
+
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention weights `(B, H_kv, G, q, n)`; learned `sinks`, `H` in all, get a share."""
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    sink_terms = sinks.to(logits).view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sink_terms), dim=-1).softmax(dim=-1)[..., :-1]
