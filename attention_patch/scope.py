@@ -24,7 +24,7 @@ from press_core.cache.channels import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
 from press_core.entry import begin, joined_forward, leave
-from press_core.forward import Arguments, Forward, current, names_of
+from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
 from press_core.running.compiled import runs_eagerly
@@ -175,18 +175,13 @@ def around_decoder(
     forward = joined_forward(scope, given)
     if forward is None:
         return call_next(*args, **kwargs)
-    return _within(scope, forward, call_next)
-
-
-def _within(scope: ScopeState, forward: Forward, call_next: Any) -> Any:
-    """Run a forward that `scope` takes part in."""
-    output, ended = None, False
     try:
         given = begin(scope, forward)
         output = call_next(*given.args, **given.kwargs)
-        ended = True
-    finally:
-        leave(scope, output, failed=not ended)
+    except BaseException:
+        leave(scope, None, failed=True)
+        raise
+    leave(scope, output)
     return output
 
 
