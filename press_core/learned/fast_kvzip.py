@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy, linear
 
 from press_core.budget import n_together
 from press_core.cache.caches import known
+from press_core.cache.memory import Memory
 from press_core.call import AttentionCall
 from press_core.errors import PressError
 from press_core.eviction import Eviction
@@ -28,7 +29,7 @@ from press_core.select import best_first, leading, trailing, upcast
 from press_core.tiles import rows_at_once
 from press_core.traits import Evicts, Needs, Phase
 
-GATE, TOKEN = "gate", "token"
+GATE = "gate"
 LONG_CONTEXT = 32_000
 """Context length from which the last `window_size` tokens are kept, instead of a share of it."""
 EPSILON = 1e-6
@@ -284,9 +285,9 @@ class FastKVzip(RatioPress, TaughtPress):
         return Eviction.keep_per_head(call, torch.stack(rows))
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
-        """The gate's scores, and ones that mark tokens: padding has zeros in both."""
+        """The gate's scores, above 0: padding has zeros."""
         scores = self.scores(call)
-        return {GATE: scores, TOKEN: torch.ones_like(scores)}
+        return {GATE: scores.clamp(min=torch.finfo(scores.dtype).tiny)}
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:
         """Evict from all layers after the prefill of a context."""
@@ -294,13 +295,12 @@ class FastKVzip(RatioPress, TaughtPress):
         if cache is None:
             return
         layers = [known(cache, site.layer_idx) for site in scope.sites]
-        memories = [layer.memories.get(scope.key) for layer in layers]
-        slots = [{} if memory is None else memory.slots for memory in memories]
+        slots = [layer.memories.get(scope.key, Memory()).slots for layer in layers]
         if not all(GATE in of_layer for of_layer in slots):
             return
-        known_slots = list(zip(scope.sites, slots, strict=True))
+        known_slots = zip(scope.sites, slots, strict=True)
         gates = [site.ranks.gather(x[GATE]) for site, x in known_slots]  # of all ranks
-        tokens = [site.ranks.gather(x[TOKEN])[:, 0] > 0 for site, x in known_slots]
+        tokens = [scores[:, 0] > 0 for scores in gates]
         by_row = []
         for row in range(len(tokens[0])):
             pairs = zip(gates, tokens, strict=True)
