@@ -109,7 +109,7 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
 
 
 @dataclass
-class PerLayerCompression(Wrapper):
+class PerLayerCompression(Composition):
     """Keeps what the wrapped press keeps, with a separate compression ratio for each layer.
 
     Attributes:
@@ -158,9 +158,6 @@ class PerLayerCompression(Wrapper):
             return Eviction.nothing(call)
         ratio = self.compression_ratios[call.site.layer_idx]
         return self.press.with_ratio(ratio).evict(call)
-
-    def with_ratio(self, compression_ratio: Amount) -> Press:
-        return Press.with_ratio(self, compression_ratio)
 
     def with_budget(self, tokens: int) -> Press:
         """A copy that keeps `tokens` on average over layers, in the proportions of this one.
