@@ -225,11 +225,8 @@ class PrefillDecoding(Composition):
         return self.changed(prefilling_press=self.prefilling_press.with_ratio(compression_ratio))
 
     def with_budget(self, tokens: int) -> Press:
-        prefilling, decoding = self.prefilling_press, self.decoding_press
-        return self.changed(
-            prefilling_press=prefilling and prefilling.with_budget(tokens),
-            decoding_press=decoding and decoding.with_budget(tokens),
-        )
+        parts = {name: part.with_budget(tokens) for name, part in self._named_parts()}
+        return self.changed(**parts)
 
     @property
     def amount(self) -> Amount:
