@@ -114,13 +114,8 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
     carried_scores: dict[str, Tensor] = {}
     for rows, slots, part in parts_of(call, occupied, row_by_row=False):
         for name, of_rows in running.remembered(press, part).items():
-            if name not in carried_scores:
-                carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
-            if slots is None:
-                carried_scores[name][rows] = of_rows
-            else:
-                empty = of_rows.new_zeros(*of_rows.shape[:2], call.length)
-                carried_scores[name][rows] = empty.index_copy_(2, slots, of_rows)
+            scores = carried_scores.setdefault(name, of_rows.new_zeros(call.keys.shape[:3]))
+            scores[rows] = of_rows if slots is None else scores[rows].index_copy(2, slots, of_rows)
     return carried_scores
 
 
