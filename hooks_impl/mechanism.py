@@ -15,7 +15,7 @@ from press_core.collecting import Collecting
 from press_core.errors import ScopeError
 from press_core.forward import Arguments, Forward, names_of
 from press_core.model.graphs import forget_graphs
-from press_core.model.sites import AttentionSite, Signature
+from press_core.model.sites import AttentionSite
 from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
@@ -66,17 +66,16 @@ class BasePress(KvpressCompatible, InstalledPress):
         for site in scope.sites:
             if self.evicts.needs_attention:  # hooks cannot replace the attention function
                 yield from serve(site)
-            source = site.query_module if scope.traits.reads_queries else None
-            if source is not None:
+            if scope.traits.reads_queries:
                 collect = LayerHook(partial(_collect, scope, site))
-                yield source.register_forward_hook(collect)
-            before = LayerHook(partial(_before, entry.before_attention, site, site.signature))
+                yield site.query_module.register_forward_hook(collect)
+            before = LayerHook(partial(_before, entry.before_attention, site))
             yield site.module.register_forward_pre_hook(before, with_kwargs=True)
             # Prepended, so that of several scopes the inner one acts first.
-            act = LayerHook(partial(_attention, scope, site, source))
+            act = LayerHook(partial(_attention, scope, site))
             yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
         for other in scope.bystanders:
-            before = LayerHook(partial(_before, entry.before_bystander, other, other.signature))
+            before = LayerHook(partial(_before, entry.before_bystander, other))
             yield other.module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
@@ -126,9 +125,8 @@ def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) 
 
 
 def _before(
-    prepare: Callable[[Forward, Any, Arguments], Arguments],
-    target: Any,
-    signature: Signature,
+    prepare: Callable[[Forward, AttentionSite, Arguments], Arguments],
+    site: AttentionSite,
     forward: Forward,
     _: nn.Module,
     args: tuple[Any, ...],
@@ -137,7 +135,7 @@ def _before(
     """Called before an attention module's forward."""
     if not forward.helps or not kwargs:
         return None
-    given = prepare(forward, target, Arguments(args, kwargs[0], signature.parameters))
+    given = prepare(forward, site, Arguments(args, kwargs[0], site.signature.parameters))
     return given.args, given.kwargs
 
 
@@ -153,7 +151,6 @@ def _collect(scope: ScopeState, site: AttentionSite, forward: Forward, *call: An
 def _attention(
     scope: ScopeState,
     site: AttentionSite,
-    source: nn.Module | None,
     forward: Forward,
     _: nn.Module,
     args: tuple[Any, ...],
@@ -164,20 +161,20 @@ def _attention(
         return None
     kwargs, output = rest
     given = Arguments(args, kwargs, site.signature.parameters)
-    query = None if source is None else _query(forward, site, source)
+    query = _query(forward, site) if scope.traits.reads_queries else None
     press: Any = scope.press
     return press.after_attention(scope, AttentionPass(forward, site, given, output, query))
 
 
-def _query(forward: Forward, site: AttentionSite, source: nn.Module) -> Query:
-    """The query `(B, H, q, d)` in what `source` returned.
+def _query(forward: Forward, site: AttentionSite) -> Query:
+    """The query `(B, H, q, d)` in what the module with the hook returned.
 
     Raises:
         ScopeError: if the module with the hook no longer computes the query.
     """
     found, query_source = forward.notes.get(QUERY), site.query_source
     assert query_source is not None
-    is_there = getattr(site.module, query_source.child, None) is source
+    is_there = getattr(site.module, query_source.child, None) is site.query_module
     if not found or found[0].module is not site.module or not is_there:
         raise ScopeError(
             f"the module that computes the query of {site.name} was replaced after this scope had "
