@@ -25,7 +25,7 @@ class Rotary:
     """The rotation that one attention module applies to its queries and keys.
 
     Attributes:
-        function: `apply_rotary_pos_emb(q, k, cos, sin)` of the modeling module.
+        function: rotates `(B, H, q, d)` by cosines and sines, as the modeling module does.
         n_channels: how many leading channels the attention module passes to `function`.
         embedding: the model's rotary embedding module, for cosines and sines at any positions.
         layer_type: the `layer_type` argument of `embedding`, where it serves several layer types.
@@ -33,7 +33,7 @@ class Rotary:
         first_position: the model's position of the first token.
     """
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., Tensor]
     n_channels: int
     embedding: nn.Module | None = None
     layer_type: str | None = None
@@ -51,7 +51,7 @@ class Rotary:
         if not self.n_channels:
             return x
         rotated, untouched = x[..., : self.n_channels], x[..., self.n_channels :]
-        rotated = self.function(rotated, rotated[:, :0], cos, sin)[0]
+        rotated = self.function(rotated, cos, sin)
         return torch.cat((rotated, untouched), dim=-1) if untouched.shape[-1] else rotated
 
     def unrotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class NoRotation(Rotary):
     """
 
     def __init__(self) -> None:
-        super().__init__(lambda q, k, *_: (q, k), n_channels=0)
+        super().__init__(lambda x, *_: x, n_channels=0)
 
     def embeddings(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         nothing = like.new_empty(*positions.shape, 0)

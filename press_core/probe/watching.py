@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -208,18 +209,15 @@ def _rotations(frame: FrameType, cos: Any, sin: Any) -> list[Rotary]:
         return []
     settings = {n: x for n, x in given.items() if not isinstance(x, Tensor) and x is not None}
 
-    def rotate(*rotated: Tensor) -> Any:  # query, key, cos, sin
-        others = {**settings, **dict(zip(angles, rotated[2:], strict=True))}
-        if len(states) == 2:
-            return function(**dict(zip(states, rotated[:2], strict=True)), **others)
-        return [function(**{states[0]: x}, **others) for x in rotated[:2]]
-
-    def rotate_tokens_first(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        rotated = rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-        return [x.transpose(1, 2) for x in rotated]
+    def rotate(heads: int, x: Tensor, *cos_sin: Tensor) -> Tensor:
+        x = x.transpose(1, heads)
+        no_key = x.narrow(heads, 0, 0)
+        rotated = dict(zip(states, (x, no_key), strict=False))
+        found = function(**rotated, **dict(zip(angles, cos_sin, strict=True)), **settings)
+        return (found[0] if len(states) == 2 else found).transpose(1, heads)
 
     n_channels = given[states[0]].shape[-1]
-    return [Rotary(rotate, n_channels), Rotary(rotate_tokens_first, n_channels)]
+    return [Rotary(partial(rotate, heads), n_channels) for heads in (1, 2)]
 
 
 @contextmanager
