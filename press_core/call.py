@@ -324,13 +324,8 @@ class AttentionCall:
 
     def chunk(self, start: int, stop: int) -> AttentionCall:
         """The call restricted to the keys from `start` to `stop` and their queries."""
-        stop = min(stop, self.length)
-        keys, values = self.keys[:, :, start:stop], self.values[:, :, start:stop]
-        if self.at.tokens is not None:
-            positions = torch.arange(start, stop, device=keys.device)
-            return self.narrowed(positions.expand(*keys.shape[:2], -1), keys, values)
         known = self.replace(at=replace(self.at, ids=self._known_ids()), budget=None)
-        return known._part(None, slice(start, stop))
+        return known._part(None, slice(start, min(stop, self.length)))
 
     def of_rows(self, rows: list[int], slots: Tensor | None) -> AttentionCall:
         """The call restricted to some rows of the batch, without their padding.
