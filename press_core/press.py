@@ -185,7 +185,7 @@ class Press:
     def keeps(self, length: int) -> int:
         """How many of `length` tokens each KV head keeps by its ratio, on average over layers."""
         own = n_kept(length, self.amount) if self.is_long_enough(length) else length
-        return min([own, *(part.keeps(length) for part in self.parts)])
+        return min(own, reduce(lambda n, part: part.keeps(n), self.parts, length))
 
     def acts_on(self, length: int) -> bool:
         """Whether the press may evict anything of a context of `length` tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from press_core.budget import Amount
+from press_core.budget import Amount, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import PressError
 from press_core.eviction import Eviction, described
@@ -31,6 +31,9 @@ class BudgetPress(Press):
                 "whole number of tokens, 1 or more"
             )
         return Eviction.nothing(call) if int(n) >= call.length else self.spend(call, int(n))
+
+    def keeps(self, length: int) -> int:  # the presses in its fields spend its budget
+        return n_kept(length, self.amount) if self.is_long_enough(length) else length
 
     @abstractmethod
     def spend(self, call: AttentionCall, n: int) -> Eviction:

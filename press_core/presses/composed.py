@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
-from math import log, prod
+from math import inf, log, prod
 from typing import Any
 
 import torch
@@ -147,11 +147,14 @@ class PerLayerCompression(Composition):
         presses = map(self.press.with_ratio, self.compression_ratios)
         return not self._fits(length) and any(press.acts_on(length) for press in presses)
 
+    def keeps(self, length: int) -> int:
+        kept = [self.press.with_ratio(ratio).keeps(length) for ratio in self.compression_ratios]
+        return length if self._fits(length) else sum(kept) // len(kept)
+
     def _fits(self, length: int) -> bool:
         """Whether a context is no longer than the mean of the `Tokens`, if there is no ratio."""
-        counts = [ratio.n for ratio in self.compression_ratios if isinstance(ratio, Tokens)]
-        n_layers = len(self.compression_ratios)
-        return len(counts) == n_layers and length * n_layers <= sum(counts)
+        counts = [r.n if isinstance(r, Tokens) else -inf for r in self.compression_ratios]
+        return length * len(counts) <= sum(counts)
 
     def compress(self, call: AttentionCall) -> Eviction:
         if self._fits(call.length):

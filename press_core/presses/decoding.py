@@ -90,6 +90,9 @@ class AtIntervals(Composition):
     def reset(self) -> None:
         """Do nothing: buffers belong to the cache of a run, not to the press."""
 
+    def keeps(self, length: int) -> int:
+        return length  # the prefill is not pruned
+
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_steps >= self.compression_interval
 
