@@ -69,13 +69,13 @@ class BasePress(KvpressCompatible, InstalledPress):
             if scope.traits.reads_queries:
                 collect = LayerHook(partial(_collect, scope, site))
                 yield site.query_module.register_forward_hook(collect)
-            before = LayerHook(partial(_before, entry.before_attention, site))
+            before = LayerHook(partial(_before, site))
             yield site.module.register_forward_pre_hook(before, with_kwargs=True)
             # Prepended, so that of several scopes the inner one acts first.
             act = LayerHook(partial(_attention, scope, site))
             yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
         for other in scope.bystanders:
-            before = LayerHook(partial(_before, entry.before_bystander, other))
+            before = LayerHook(partial(_before, other))
             yield other.module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
@@ -125,7 +125,6 @@ def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) 
 
 
 def _before(
-    prepare: Callable[[Forward, AttentionSite, Arguments], Arguments],
     site: AttentionSite,
     forward: Forward,
     _: nn.Module,
@@ -135,7 +134,8 @@ def _before(
     """Called before an attention module's forward."""
     if not forward.helps or not kwargs:
         return None
-    given = prepare(forward, site, Arguments(args, kwargs[0], site.signature.parameters))
+    given = Arguments(args, kwargs[0], site.signature.parameters)
+    given = entry.before_attention(forward, site, given)
     return given.args, given.kwargs
 
 

@@ -138,7 +138,7 @@ def _beside(other: AttentionSite, call_next: Any, *args: Any, **kwargs: Any) -> 
     if forward is None:
         return call_next(*args, **kwargs)
     given = Arguments(args, kwargs, other.signature.parameters)
-    given = entry.before_bystander(forward, other, given)
+    given = entry.before_attention(forward, other, given)
     return call_next(*given.args, **given.kwargs)
 
 

@@ -309,21 +309,17 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
 
 
 def before_attention(forward: Forward, site: AttentionSite, given: Arguments) -> Arguments:
-    """The arguments to call an attention module with, in a forward that reads pruned layers."""
+    """The arguments to call an attention module with, in a forward that reads pruned layers.
+
+    A module that reads another one's layer reads the states that the other one has read, which may
+    have been pruned since.
+    """
     if not forward.helps or forward.cache is None:
         return given
-    given = helped(forward, site, given, forward.cache.layers[site.layer_idx])
-    forward.notes[GIVEN, site.layer_idx] = given
-    return given
-
-
-def before_bystander(forward: Forward, other: AttentionSite, given: Arguments) -> Arguments:
-    """The same for a module that presses do not prune, which may read another one's layer.
-
-    It reads the states that the other one has read, which may have been pruned since.
-    """
-    owner: Arguments | None = forward.notes.get((GIVEN, other.place.owner))
-    if owner is None or not forward.helps:
+    if site.place.owner is None:
+        given = helped(forward, site, given, forward.cache.layers[site.layer_idx])
+        forward.notes[GIVEN, site.layer_idx] = given
         return given
+    owner: Arguments = forward.notes.get((GIVEN, site.place.owner), given)
     names = "attention_mask", "position_embeddings", "position_ids"
     return given.replace(**{n: owner.get(n) for n in names if n in (*given.names, *given.kwargs)})
