@@ -246,7 +246,7 @@ class Scope:
         self.state: ScopeState | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def open(self) -> None:
+    def open(self) -> Scope:
         """Install the press; functions that are compiled break their graph for it.
 
         Raises:
@@ -272,6 +272,7 @@ class Scope:
             state.key.is_open, self.state = True, state
             _open.add(state)
             vars(self.press)["_last_scope"] = state
+        return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def remove(self) -> None:
@@ -282,8 +283,7 @@ class Scope:
             state.close()
 
     def __enter__(self) -> Scope:
-        self.open()
-        return self
+        return self.open()
 
     def __exit__(self, *_: Any) -> None:
         self.remove()
@@ -308,9 +308,7 @@ class InstalledPress(Press):
 
     def register(self, model: nn.Module) -> Scope:
         """Open a scope and return it; its `remove()` closes it (a second call has no effect)."""
-        scope = self(model)
-        scope.open()
-        return scope
+        return self(model).open()
 
     def remove(self) -> None:
         """Close the scope of this press that was opened last; no effect if it is closed."""
