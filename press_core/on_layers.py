@@ -52,15 +52,14 @@ class OnLayers:
         with self._lock:
             return self.by_scope.pop(scope, [])
 
-    def _put_on(self) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def put_on(self) -> None:
         """Install the scopes that are off, for a forward that needs them."""
         with self._lock:
             for scope, installed in self.by_scope.items():
                 if not installed:
                     self.by_scope[scope] = _installed(scope)
             self.are_on, self._n_compiled = True, n_compiled()
-
-    put_on = torch.compiler.disable(_put_on)
 
     def take_off(self, scope: Any, entering: Any = None) -> None:
         """Take all scopes off, unless a running forward needs them.
