@@ -40,14 +40,7 @@ from press_core.cache.reading import (
 from press_core.cache.slots import note_masked
 from press_core.engine import prune_before
 from press_core.errors import ScopeError, UnsupportedCacheError
-from press_core.forward import (
-    Arguments,
-    Forward,
-    Progress,
-    cache_after,
-    current,
-    n_tokens,
-)
+from press_core.forward import Arguments, Forward, Progress, cache_after, current
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
 from press_core.scope import AROUND, ScopeState, Traits
@@ -169,7 +162,7 @@ def _settle_layers(scope: ScopeState, forward: Forward) -> None:
 
 def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
     """Whether a press that counts decode steps does nothing in this one; it is then counted."""
-    if n_tokens(given) != 1:
+    if given.n_tokens != 1:
         return False
     first, memory = scope.counted(cache)
     if scope.acts_in_step(memory.ticks - FIRST, 1):

@@ -48,6 +48,13 @@ class Arguments(NamedTuple):
         given = (self.get(name) for name in CACHE_NAMES)
         return own_cache(next((cache for cache in given if cache is not None), None))
 
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens passed to a decoder, as ids or as embeddings."""
+        ids = self.get("input_ids")
+        ids = self.get("inputs_embeds") if ids is None else ids
+        return 0 if ids is None else int(ids.shape[1])
+
     def replace(self, **given: Any) -> Arguments:
         """A copy with some arguments replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -86,13 +93,6 @@ def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
     methods = [getattr(type(module), name) for name in names if hasattr(type(module), name)]
     known = {name for method in methods for name in inspect.signature(method).parameters}
     return {next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1]): cache}
-
-
-def n_tokens(given: Arguments) -> int:
-    """Number of tokens passed to a decoder, as ids or as embeddings."""
-    ids = given.get("input_ids")
-    ids = given.get("inputs_embeds") if ids is None else ids
-    return 0 if ids is None else int(ids.shape[1])
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Forward:
     @property
     def n_tokens(self) -> int:
         """Number of tokens passed to the decoder."""
-        return n_tokens(self.given)
+        return self.given.n_tokens
 
     def token_ids(self, why: str) -> torch.Tensor:
         """The token ids `(B, S)` passed to the decoder.

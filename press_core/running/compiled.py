@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from press_core.cache.caches import is_empty, known, may_be_empty
 from press_core.cache.memory import FIRST, Memory
-from press_core.forward import Arguments, current, n_tokens
+from press_core.forward import Arguments, current
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.observing import AttentionPass
 from press_core.press import Press
@@ -38,7 +38,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     """Whether to run a forward eagerly though it is compiled: the press acts in it."""
     if not may_break() or not scope.sites:
         return False
-    cache, index, n_new = given.cache, scope.sites[0].layer_idx, n_tokens(given)
+    cache, index, n_new = given.cache, scope.sites[0].layer_idx, given.n_tokens
     phases = scope.traits.phases
     if is_empty(cache, index) or is_under_way(cache) or (n_new > 1 and may_be_empty(cache, index)):
         return bool(phases & Phase.ON_CONTEXTS)
