@@ -90,9 +90,17 @@ class AttentionCall:
         if self.at.tokens is not None and self.at.rotary is not None:
             return self.at.rotary.flatten(1).amax(dim=1, keepdim=True) + 1
         rotary = self._rotary_in_3d
-        if rotary is not None and self.at.embeddings is not None:
-            return self._found_position(rotary, *self.at.embeddings) + 1
-        return self._known_ids()[:, -1:] + 1
+        if rotary is None or self.at.embeddings is None:
+            return self._known_ids()[:, -1:] + 1
+        cos, sin = self.at.embeddings
+        limit = max(self.length, self.hidden_states.shape[1], *(self.when.seen or (0,)))
+        found = rotary.find(cos[:, -1:], sin[:, -1:], limit)
+        if bool((found < 0).any()):
+            raise UnsupportedInputError(
+                f"the last token given to {self.site.name} has no text position, as in an image or "
+                "a video, so that the next position is not known; let text follow it"
+            )
+        return found[:, None] + 1
 
     @property
     def _rotary_in_3d(self) -> Rotary | None:
@@ -102,16 +110,6 @@ class AttentionCall:
         """
         rotary = self.site.rotary
         return rotary if rotary is not None and rotary.in_3d else None
-
-    def _found_position(self, rotary: Rotary, cos: Tensor, sin: Tensor) -> Tensor:
-        limit = max(self.length, self.hidden_states.shape[1], *(self.when.seen or (0,)))
-        found = rotary.find(cos[:, -1:], sin[:, -1:], limit)
-        if bool((found < 0).any()):
-            raise UnsupportedInputError(
-                f"the last token given to {self.site.name} has no text position, as in an image or "
-                "a video, so that the next position is not known; let text follow it"
-            )
-        return found[:, None]
 
     # ---- queries and keys ------------------------------------------------------------------------
 
