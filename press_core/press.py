@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from numbers import Integral
 from operator import or_
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torch import Tensor, autocast, nn
@@ -142,7 +143,7 @@ class Press:
                 f"the fields {', '.join(names)}"
             )
         changed = self.changed(**{self.ratio_field: compression_ratio})
-        vars(changed)["prepared_as"] = vars(self).get("prepared_as", id(self))
+        vars(changed)["prepared_as"] = vars(self).get("prepared_as", SimpleNamespace(press=self))
         return changed
 
     def with_budget(self, tokens: int) -> Press:

@@ -109,7 +109,7 @@ class ScopeState:
 
     def prepared(self, press: Any) -> Any:
         """What the `prepare` of `press`, a part of this scope's press, returned for the model."""
-        key = id(press) if id(press) in self.known else vars(press).get("prepared_as")
+        key = id(press) if id(press) in self.known else id(_original(press))
         if key not in self.known:  # not found when the scope opened, as it is in no field
             self.known[id(press)], key = (press, press.prepare(self.model)), id(press)
         return self.known[key][1]
@@ -229,8 +229,14 @@ def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
     known: dict[int, tuple[Press, Any]] = {}
     for part in press.everything():
         known[id(part)] = part, part.prepare(model)
-        known.setdefault(vars(part).get("prepared_as", id(part)), known[id(part)])
+        known.setdefault(id(_original(part)), known[id(part)])
     return known
+
+
+def _original(press: Press) -> Press:
+    """The press that `press` is a copy of, with another ratio (and keeps alive); else itself."""
+    copied = vars(press).get("prepared_as")
+    return press if copied is None else copied.press
 
 
 class Scope:
