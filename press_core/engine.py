@@ -114,7 +114,9 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
     carried_scores: dict[str, Tensor] = {}
     for rows, slots, part in parts_of(call, occupied, row_by_row=False):
         for name, of_rows in running.remembered(press, part).items():
-            scores = carried_scores.setdefault(name, of_rows.new_zeros(call.keys.shape[:3]))
+            if name not in carried_scores:
+                carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
+            scores = carried_scores[name]
             scores[rows] = of_rows if slots is None else scores[rows].index_copy(2, slots, of_rows)
     return carried_scores
 

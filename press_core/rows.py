@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Decisions:
         """Whether the field `name` is set in any eviction."""
         return any([getattr(eviction, name) is not None for eviction in self.evictions])
 
-    @property
+    @cached_property
     def rows(self) -> tuple[int, ...] | None:
         """Number of slots that each row fills; None: all of them, and there was no padding."""
         lengths = self.numbers(lambda eviction: eviction.length)

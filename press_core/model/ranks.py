@@ -37,6 +37,8 @@ class HeadGroup:
 
     def mean(self, value: float) -> float:
         """The mean over the ranks."""
+        if self.process_group is None:
+            return value
         return float(self.gather(torch.tensor([[value]], dtype=torch.float64)).mean())
 
 
