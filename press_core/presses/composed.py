@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
-from math import inf, log, prod
+from math import log, prod
 from typing import Any
 
 import torch
@@ -153,8 +153,9 @@ class PerLayerCompression(Composition):
 
     def _fits(self, length: int) -> bool:
         """Whether a context is no longer than the mean of the `Tokens`, if there is no ratio."""
-        counts = [r.n if isinstance(r, Tokens) else -inf for r in self.compression_ratios]
-        return length * len(counts) <= sum(counts)
+        counts = [ratio.n for ratio in self.compression_ratios if isinstance(ratio, Tokens)]
+        n_layers = len(self.compression_ratios)
+        return len(counts) == n_layers and length * n_layers <= sum(counts)
 
     def compress(self, call: AttentionCall) -> Eviction:
         if self._fits(call.length):
