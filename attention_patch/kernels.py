@@ -122,8 +122,18 @@ def queries_of(
 def choose(layer: RaggedLayer, query: Query) -> str:
     """Name of the fastest kernel that supports a call."""
     sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
-    plain = query.softcap is None and not query.masks_context(layer)
-    return "varlen" if HAS_VARLEN and sixteen and plain else "blocks"
+    fits = HAS_VARLEN and sixteen and _beyond_varlen(layer, query) is None
+    return "varlen" if fits else "blocks"
+
+
+def _beyond_varlen(layer: RaggedLayer, query: Query) -> str | None:
+    """What torch's variable-length kernel lacks for a call."""
+    if query.masks_context(layer):
+        return "mask of the context"
+    states = query.states, layer.keys, layer.values
+    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        return "gradients"
+    return None if query.softcap is None else "soft-capped logits"
 
 
 def check_backend(name: str, site: AttentionSite) -> None:
@@ -177,9 +187,7 @@ def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states)
     n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
-    logits = torch.cat((old, recent), dim=-1)
-    grouped = logits.view(layer.batch, layer.n_heads, -1, query.states.shape[2], logits.shape[-1])
-    weights = softmax_with_sinks(grouped, query.sinks).view_as(logits)
+    weights = _weights(layer, query, torch.cat((old, recent), dim=-1))
     if query.visible is not None:  # the mask may hide all tokens from a query
         weights = weights.nan_to_num(0)
     weights = weights.to(recent_values.dtype)
@@ -197,18 +205,25 @@ def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states.index_select(0, heads), LOG2_E)
     recent = _recent_logits(layer, query, states, recent_keys, LOG2_E)
+    if query.sinks is not None:  # each is one more token, without a value
+        sinks = (query.sinks.to(recent.dtype) * LOG2_E).view(layer.n_heads, -1, 1)
+        sinks = sinks.expand(-1, -1, query.states.shape[2]).flatten(1)
+        recent = torch.cat((recent, sinks.repeat(layer.batch, 1).unsqueeze(-1)), dim=-1)
     # The softmax is shift-invariant, so the maximum can be detached.
     highest = recent.detach().amax(dim=-1, keepdim=True)
     of_readings = old.detach().amax(dim=-1, keepdim=True)
     highest.scatter_reduce_(0, heads.view(-1, 1, 1).expand_as(of_readings), of_readings, "amax")
-    highest, sink_terms = _with_sinks(highest, query)
+    if query.visible is not None:  # the mask may hide all tokens from a query
+        highest = highest.clamp(min=torch.finfo(highest.dtype).min)
     recent = recent.sub_(highest).exp2_()
     old = old.sub_(highest.index_select(0, heads)).exp2_()
-    total = recent.sum(dim=-1, keepdim=True).index_add_(0, heads, old.sum(dim=-1, keepdim=True))
-    output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
+    total = _added(recent.sum(dim=-1, keepdim=True), heads, old.sum(dim=-1, keepdim=True))
+    recent = recent[..., : recent_keys.shape[1]].to(recent_values.dtype)
     read = _products(layer, old.to(recent_values.dtype), layer.values)
-    output.index_add_(0, heads, upcast(read))
-    return _normalised(output, total, sink_terms, query)
+    output = _added(upcast(torch.bmm(recent, recent_values)), heads, upcast(read))
+    if query.visible is not None:
+        total = total.masked_fill(total == 0, 1)
+    return (output / total).view(*query.states.shape[:3], -1).to(query.states.dtype)
 
 
 def varlen(layer: RaggedLayer, query: Query) -> Tensor:
@@ -217,12 +232,12 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     The rows of `_rows` are its queries, as all of them see the whole context.
 
     Raises:
-        UnsupportedInputError: if the call masks tokens of the context, padding included.
+        UnsupportedInputError: if the call masks tokens of the context, padding included, or needs
+            gradients.
     """
-    if query.masks_context(layer):
+    if lacks := _beyond_varlen(layer, query):
         raise UnsupportedInputError(
-            "the back end 'varlen' attends over the whole kept context, and this call has a "
-            "mask for it; use 'blocks'"
+            f"the back end 'varlen' has no {lacks}, which this call needs; use 'blocks'"
         )
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -240,16 +255,18 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
         seqused_k=layer.blocks.lengths,
         return_aux=AuxRequest(lse=True),
     )
-    old, log_total = attended[0].view(n, rows, -1), attended[1].view(n, rows, 1) * LOG2_E
+    old, log_total = attended[0].view(n, rows, -1), attended[1].view(n, rows, 1)
+    if 0 in layer.held:  # the kernel says that the sum over no tokens is infinite
+        empty = (layer.blocks.lengths == 0).view(-1, 1, 1)
+        log_total = log_total.masked_fill(empty, torch.finfo(log_total.dtype).min)
+        old = old.masked_fill(empty, 0)
+    # The context counts as one more token, of which this is the logit, and `old` the value.
     recent_keys, recent_values = layer.recent_states()
-    recent = _recent_logits(layer, query, states * query.factor(LOG2_E), recent_keys, LOG2_E)
-    highest = torch.maximum(recent.detach().amax(dim=-1, keepdim=True), log_total)
-    highest, sink_terms = _with_sinks(highest, query)
-    recent = recent.sub_(highest).exp2_()
-    share = torch.exp2(log_total - highest)
-    total = recent.sum(dim=-1, keepdim=True) + share
-    output = upcast(torch.bmm(recent.to(recent_values.dtype), recent_values))
-    return _normalised(output + upcast(old) * share, total, sink_terms, query)
+    recent = _recent_logits(layer, query, states * query.factor(), recent_keys)
+    weights = _weights(layer, query, torch.cat((log_total, recent), dim=-1))
+    read = torch.bmm(weights[..., 1:].to(recent_values.dtype), recent_values)
+    output = old * weights[..., :1] + read
+    return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
 
 
 KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, "varlen": varlen}
@@ -321,24 +338,14 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
     return torch.cat((own, shared.repeat_interleave(n_readers, dim=0)))
 
 
-def _with_sinks(highest: Tensor, query: Query) -> tuple[Tensor, Tensor | None]:
-    """The highest logits `(N, G * q, 1)`, sinks included, and the sinks' terms of softmax sums."""
-    if query.visible is not None:  # the mask may hide all tokens from a query
-        highest = highest.clamp(min=torch.finfo(highest.dtype).min)
-    if query.sinks is None:
-        return highest, None
-    batch, n_heads, n_queries, _ = query.states.shape
-    sinks = (query.sinks.to(highest.dtype) * LOG2_E).view(1, n_heads, 1)
-    sinks = sinks.expand(batch, -1, n_queries).reshape(highest.shape)
-    highest = torch.maximum(highest, sinks.detach())
-    return highest, torch.exp2(sinks - highest)
+def _weights(layer: RaggedLayer, query: Query, logits: Tensor) -> Tensor:
+    """Softmax of `(N, G * q, n)` logits and the sinks."""
+    grouped = logits.view(layer.batch, layer.n_heads, -1, query.states.shape[2], logits.shape[-1])
+    return softmax_with_sinks(grouped, query.sinks).view_as(logits)
 
 
-def _normalised(output: Tensor, total: Tensor, sink_terms: Tensor | None, query: Query) -> Tensor:
-    """The output divided by the softmax sum, `(B, H, q, d)`; zeros where a query sees nothing."""
-    if sink_terms is not None:
-        total = total + sink_terms
-    if query.visible is not None:
-        total = total.masked_fill(total == 0, 1)
-    output = output / total
-    return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
+def _added(sums: Tensor, heads: Tensor, parts: Tensor) -> Tensor:
+    """`sums` `(N, ...)` and the `parts` `(P, ...)` of `heads`, in the same order each time."""
+    if sums.is_cuda:  # where `index_add_` adds in any order
+        return sums.index_put_((heads,), parts, accumulate=True)
+    return sums.index_add_(0, heads, parts)

@@ -20,6 +20,9 @@ START = 1600
 FEW = 2**13
 """Logits per row up to which a single block, read by all query heads of the row, is fastest."""
 
+FEW_ON_GPU = 2**18
+"""The same on a GPU, where launching a kernel costs more than such a product."""
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -64,7 +67,8 @@ class Blocks:
             like: keys, for their head_dim, device and dtype.
         """
         held = torch.tensor(counts)
-        of_rows = _of_rows(held.view(-1, n_heads), group)
+        few = FEW_ON_GPU if like.is_cuda else FEW
+        of_rows = _of_rows(held.view(-1, n_heads), group, few)
         size, taken = of_rows or _of_heads(held, like.shape[-1])
         starts = taken.cumsum(0) - taken
         n = max(1, -(-int(taken.sum()) // size))
@@ -96,11 +100,12 @@ class Blocks:
         return self.stored_at[slots // self.size] * self.size + slots % self.size
 
 
-def _of_rows(held: Tensor, group: int) -> tuple[int, Tensor] | None:
+def _of_rows(held: Tensor, group: int, few: int) -> tuple[int, Tensor] | None:
     """One block per row of the batch, if rows are short and of nearly equal length.
 
     Args:
         held: `(B, H_kv)`.
+        few: logits up to which a row is short.
 
     Returns:
         Slots per block, and the slots that each head takes; None: such blocks do not fit.
@@ -109,7 +114,7 @@ def _of_rows(held: Tensor, group: int) -> tuple[int, Tensor] | None:
     size = max(1, int(of_rows.max()))
     empty = size - of_rows
     n_logits = held.shape[1] * group * size
-    if n_logits > FEW or int(empty.sum()) > WASTE * int(of_rows.sum()):
+    if n_logits > few or int(empty.sum()) > WASTE * int(of_rows.sum()):
         return None
     taken = held.clone()
     taken[:, -1] += empty

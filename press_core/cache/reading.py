@@ -291,12 +291,13 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     masked: Masked | None = forward.notes.get(MASKED)
     shifted = layer.is_rerotated or (masked is not None and masked.n_old != layer.n_old)
     fits = fits and (layer.room is None or not shifted)
-    if fits and not own and old is None and not is_of_tokens(forward, layer):
+    sees_all = mask is None and q == 1 and layer.room is None
+    if fits and (sees_all or not own) and old is None and not is_of_tokens(forward, layer):
         return mask
     recent = _recent(forward, mask, layer, columns - layer.n_old)
     if own and old is None:
-        sees_all = q == 1 and not torch.compiler.is_compiling() and bool(recent.all())
-        return None if sees_all else recent
+        known = q == 1 and not torch.compiler.is_compiling()
+        return None if known and bool(recent.all()) else recent
     old = recent.new_ones(1, 1, 1, layer.n_old) if old is None else old.to(recent.device)
     batch, heads = max(len(old), len(recent)), max(old.shape[1], recent.shape[1])
     if heads > 1:  # H or H_kv

@@ -36,7 +36,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, to
 @pytest.fixture(autouse=True, params=[-1, layout.FEW], ids=["blocks of heads", "blocks of rows"])
 def _layout(request, monkeypatch):
     """Of layers as small as these each row has one block, unless told otherwise."""
-    monkeypatch.setattr(layout, "FEW", request.param)
+    for few in ("FEW", "FEW_ON_GPU"):
+        monkeypatch.setattr(layout, few, request.param)
 
 
 class Example(NamedTuple):
@@ -222,16 +223,14 @@ def test_what_lies_in_empty_slots_is_not_read():
 def test_masks(kind, of_all, rows, heads, n_queries):
     """Holes anywhere: what a head has kept may be hidden from some queries."""
     case = of_kind(kind, n_queries)
-    generator = torch.Generator().manual_seed(1)
     n = case.layer.n_seen
     n_context = n - case.n_recent
-    seen = torch.rand(rows, heads, n_queries, n, generator=generator) < 0.7
+    seen = torch.rand(rows, heads, n_queries, n, generator=torch.Generator().manual_seed(1)) < 0.7
     seen &= causal(n_queries, n, seen.device)
     seen[..., -n_queries:] |= torch.eye(n_queries, dtype=torch.bool)
     seen[..., :n_context] |= not of_all
     mask = seen if of_all else seen[..., n_context:]
-    expected = slowly(case, seen=seen.expand(2, 4, -1, -1))
-    assert_equal(run(None, case, mask), expected)
+    assert_equal(run(None, case, mask), slowly(case, seen=seen.expand(2, 4, -1, -1)))
 
 
 def test_a_query_that_sees_nothing_gets_zeros():
@@ -302,8 +301,7 @@ def test_soft_capped_logits_and_learned_sinks(kind, n_queries, softcap, sinks):
 
 def test_sinks_of_the_module_where_the_call_brings_none():
     of, case = site(family="gpt_oss"), example()
-    expected = slowly(case, sinks=of.sinks.tolist())
-    assert_equal(run(None, case, of=of), expected)
+    assert_equal(run(None, case, of=of), slowly(case, sinks=of.sinks.tolist()))
 
 
 @kinds
@@ -320,14 +318,13 @@ def test_the_one_that_is_chosen():
     assert choose(case.layer, Query(case.query, None, 0.3)) == "blocks"
     assert torch.equal(run(None, case), run("blocks", case))
     assert case.layer.attended_by == "blocks"
-
-
-def test_the_kernel_of_cuda_takes_no_mask_of_the_context():
-    case = example()
+    # The kernel of CUDA takes no mask of the context, and has no gradients.
     mask = torch.ones(2, 1, 1, case.layer.n_seen, dtype=torch.bool)
     assert choose(case.layer, Query(case.query.bfloat16(), mask, 0.3)) == "blocks"
     with pytest.raises(UnsupportedInputError, match=r"mask.*'blocks'"):
         run("varlen", case, mask)
+    with torch.enable_grad(), pytest.raises(UnsupportedInputError, match=r"gradients.*'blocks'"):
+        run("varlen", case._replace(query=case.query.requires_grad_()))
 
 
 def varlen_attn(query, key, value, starts, bounds, *_, return_aux, scale, seqused_k):
@@ -338,16 +335,18 @@ def varlen_attn(query, key, value, starts, bounds, *_, return_aux, scale, sequse
         read = slice(int(bounds[i]), int(bounds[i]) + used)
         logits = of_sequence @ key[read].permute(1, 2, 0) * scale
         output = logits.softmax(dim=-1) @ value[read].transpose(0, 1)
-        found.append((output.transpose(0, 1), logits.logsumexp(dim=-1)))
+        total = logits.logsumexp(dim=-1) if used else logits.new_full(logits.shape[:2], math.inf)
+        found.append((output.transpose(0, 1), total))
     outputs, totals = zip(*found, strict=True)
     return torch.cat(outputs), torch.cat(totals, dim=1)
 
 
 @pytest.mark.parametrize("n_queries", [1, 5])
-def test_the_kernel_of_cuda_is_given_each_head_as_a_sequence(n_queries, monkeypatch):
+@pytest.mark.parametrize("held", [[[[1], [40]]], [[[0], [7]]]], ids=str)
+def test_the_kernel_of_cuda_is_given_each_head_as_a_sequence(held, n_queries, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     monkeypatch.setattr(layout, "FEW", 2**20)  # so that a CPU stores heads in order, as a GPU does
-    case = example(batch=1, n_queries=n_queries)
+    case = example(batch=1, n_queries=n_queries, kept=torch.arange(N) < torch.tensor(held))
     assert_equal(run("varlen", case), slowly(case))
 
 
@@ -364,7 +363,7 @@ def test_on_a_gpu(backend, shape, n_queries, dtype):
     if backend == "varlen" and not HAS_VARLEN:
         pytest.skip("needs torch 2.12")
     case = example(**{"dim": 64, **shape}, n_queries=n_queries, dtype=dtype, device="cuda")
-    assert_equal(run(backend, case), slowly(case))
-    query = Query(case.query, None, 0.3)
-    sixteen = HAS_VARLEN and dtype == torch.bfloat16
-    assert choose(case.layer, query) == ("varlen" if sixteen else "blocks")
+    scaling = 64**-0.5  # a logit is rounded to 16 bits: usual ones
+    assert_equal(run(backend, case, scaling=scaling), slowly(case, scaling))
+    query = Query(case.query, None, scaling)
+    assert (choose(case.layer, query) == "varlen") == (HAS_VARLEN and dtype == torch.bfloat16)
