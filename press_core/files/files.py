@@ -166,7 +166,8 @@ def kinds_of(config: Any) -> Kinds:
         config: of the model that fills the cache.
     """
     own = PrunedLayer, PrunedHybridLayer, RaggedLayer, ChannelPrunedLayer, Blocks, Kept
-    plain = DynamicLayer(), DynamicSlidingWindowLayer(1), *DynamicCache(config=config).layers
+    slides = DynamicSlidingWindowLayer(sliding_window=1)  # from 5.8 to 5.13 a config comes first
+    plain = DynamicLayer(), slides, *DynamicCache(config=config).layers
     return {type(x).__name__: x for x in (*map(object.__new__, own), *plain)}
 
 
