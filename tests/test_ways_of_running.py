@@ -174,17 +174,17 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
     ids = token_ids(1, LENGTH // 2).repeat(1, 2)  # so that there is something to look up
     rest = ids if IS_5_2 else ids[:, -1:]
     plain = {**GENERATE, "attention_mask": torch.ones_like(ids)}
-    assisted = {**plain, "prompt_lookup_num_tokens": 3}
-    if by == "assistant":
-        assisted = {**plain, "assistant_model": build("llama", num_layers=1, dtype=dtype)}
+    helper = {"assistant_model": build("llama", num_layers=1, dtype=dtype)}
+    assisted = plain | (helper if by == "assistant" else {"prompt_lookup_num_tokens": 3})
     with example_for(package, name, 0.5, model)(model):
         with pytest.raises(UnsupportedInputError, match=r"input_ids\[:, :-1\]"):
             model.generate(ids, **assisted)
         model(ids[:, :-1], past_key_values=cache)
         caches = [cache, copy.deepcopy(cache)]
-        cuts = nullcontext() if IS_5_2 else pytest.raises(UnsupportedInputError, match="cuts none")
-        with cuts:
-            model.generate(ids, past_key_values=copy.deepcopy(cache), **assisted)
+        for given, mask, error in ((ids, ids >= 0, "cuts none"), (rest, ids > 9, "cut the")):
+            with nullcontext() if IS_5_2 else pytest.raises(UnsupportedInputError, match=error):
+                told = {**assisted, "attention_mask": mask.long()}
+                model.generate(given, past_key_values=copy.deepcopy(cache), **told)
         expected = model.generate(ids, past_key_values=caches[0], **plain)[:, LENGTH:]
         found = model.generate(rest, past_key_values=caches[1], **assisted)[:, rest.shape[1] :]
     assert torch.equal(found, expected)

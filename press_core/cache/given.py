@@ -99,7 +99,7 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     """
     frame = innermost_frame("transformers.generation.utils", ("_prefill", "_assisted_decoding"))
     if frame is not None and frame.f_code.co_name == "_assisted_decoding":
-        _check_cut(frame, n_seen, n_new)
+        _check_cut(frame, n_seen, count, n_new)
         return
     if count == n_seen or frame is None:
         return
@@ -121,15 +121,24 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     )
 
 
-def _check_cut(frame: FrameType, n_seen: int, n_new: int) -> None:
-    """Raise where `generate` with draft tokens was given all tokens: only transformers 5.2 cuts."""
-    known = frame.f_locals
+def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int) -> None:
+    """Raise where `generate` with draft tokens lets the model miscount the cached tokens.
+
+    It cuts a mask to the tokens that it was given: transformers 5.2 wants all of them, and runs the
+    new ones. Later releases run all that they are given, and since 5.18 drop a mask of ones.
+    """
+    known, masking = frame.f_locals, innermost_frame("transformers.masking_utils")
+    mask = None if masking is None else masking.f_locals.get("attention_mask")
+    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
+    if is_2d and mask.shape[1] not in (n_seen + n_new, count + n_new):
+        raise UnsupportedInputError(
+            f"generate with draft tokens cut the attention_mask to {mask.shape[1]} columns, which "
+            f"does not fit a cache that has seen {n_seen} tokens; leave the assistance out, or use "
+            "transformers 5.18 or newer, and no padding"
+        )
     given = int(known["input_ids"].shape[1])
-    if not known.get("is_first_iteration") or n_new < given:
-        return
-    mask, config = known["model_kwargs"].get("attention_mask"), known["generation_config"]
-    n_columns = getattr(config, "_mask_length", 0) if mask is None else mask.shape[1]
-    if n_seen < given == n_columns:
+    n_columns = getattr(known["generation_config"], "_mask_length", 0)
+    if known.get("is_first_iteration") and n_seen < given == n_columns <= n_new:
         raise UnsupportedInputError(
             f"generate with draft tokens was given {given} tokens and cuts none off, but the cache "
             f"has seen {n_seen}; pass the other {given - n_seen}, with the attention_mask of all"

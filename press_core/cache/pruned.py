@@ -323,8 +323,7 @@ class PrunedLayer(DynamicLayer):
             count = self.get_seq_length()
             if forward is None and not self.needs & ReadingNeeds.ATTENTION:
                 given.check_mask(self.kept, self.n_seen, count, query_length)
-            if query_length > 1:
-                given.check_tokens(self.n_seen, count, query_length)
+            given.check_tokens(self.n_seen, count, query_length)
         if forward is not None and forward.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old

@@ -44,7 +44,7 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
         "prefill first, model(input_ids[:, :-1], past_key_values=cache), and then call "
         "generate(input_ids[:, -1:], attention_mask=torch.ones_like(input_ids), "
         "past_key_values=cache, ...) with the assistance (transformers 5.2 wants all of input_ids "
-        "there)"
+        "there, 5.3 to 5.17 cannot do it)"
     )
 
 
