@@ -104,12 +104,13 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     if count == n_seen or frame is None:
         return
     known = frame.f_locals
-    inputs = known["input_ids"], known["model_kwargs"].get("inputs_embeds")
-    given, mask = max(int(x.shape[1]) for x in inputs if x is not None), known.get("attention_mask")
+    embeds = known.get("inputs_embeds", known["model_kwargs"].get("inputs_embeds"))  # before a cut
+    given = max(int(x.shape[1]) for x in (known["input_ids"], embeds) if x is not None)
+    mask = known.get("attention_mask")
     if known["generation_config"].prefill_chunk_size and isinstance(mask, Tensor):
         _check_columns(mask, count + given)  # chunks get the first columns of it
-    # transformers 5.2 always cuts the input; later releases only where they get all tokens.
-    if not known.get("next_sequence_length", True):
+    # transformers 5.2 always cuts the input; later releases cut embeddings, and all token ids.
+    if not (known.get("next_sequence_length", True) or known.get("use_inputs_embeds")):
         return
     if given <= n_seen:
         return
