@@ -130,10 +130,10 @@ def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int) -> None:
     """
     known, masking = frame.f_locals, innermost_frame("transformers.masking_utils")
     mask = None if masking is None else masking.f_locals.get("attention_mask")
-    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
-    if is_2d and mask.shape[1] not in (n_seen + n_new, count + n_new):
+    columns = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if columns not in (None, n_seen + n_new, count + n_new):
         raise UnsupportedInputError(
-            f"generate with draft tokens cut the attention_mask to {mask.shape[1]} columns, which "
+            f"generate with draft tokens cut the attention_mask to {columns} columns, which "
             f"does not fit a cache that has seen {n_seen} tokens; leave the assistance out, or use "
             "transformers 5.18 or newer, and no padding"
         )
