@@ -29,6 +29,13 @@ def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | N
     return None
 
 
+def _mask_it_builds_from() -> Tensor | None:
+    """The caller's 2-d mask, where the model asks for sizes to build its own from it."""
+    frame = innermost_frame("transformers.masking_utils")
+    mask = None if frame is None else frame.f_locals.get("attention_mask")
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
 def check_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
     """Raise if a 2-d mask hides tokens seen before pruning, or if the model takes wrong columns.
 
@@ -40,9 +47,8 @@ def check_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
     Raises:
         UnsupportedInputError: if so.
     """
-    frame = innermost_frame("transformers.masking_utils")
-    mask = None if frame is None else frame.f_locals.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    mask = _mask_it_builds_from()
+    if mask is None:
         return
     n_columns = count + n_new
     if count != n_seen:
@@ -97,18 +103,22 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     Raises:
         UnsupportedInputError: if so.
     """
+    mask = _mask_it_builds_from()
+    fits = mask is None or mask.shape[1] in (n_seen + n_new, count + n_new)
+    if n_new == 1 and count == n_seen and fits:  # decode steps do not search the whole stack
+        return
     frame = innermost_frame("transformers.generation.utils", ("_prefill", "_assisted_decoding"))
     if frame is not None and frame.f_code.co_name == "_assisted_decoding":
-        _check_cut(frame, n_seen, count, n_new)
+        _check_cut(frame, n_seen, n_new, None if mask is None or fits else mask.shape[1])
         return
     if count == n_seen or frame is None:
         return
     known = frame.f_locals
     embeds = known.get("inputs_embeds", known["model_kwargs"].get("inputs_embeds"))  # before a cut
     given = max(int(x.shape[1]) for x in (known["input_ids"], embeds) if x is not None)
-    mask = known.get("attention_mask")
-    if known["generation_config"].prefill_chunk_size and isinstance(mask, Tensor):
-        _check_columns(mask, count + given)  # chunks get the first columns of it
+    of_all = known.get("attention_mask")
+    if known["generation_config"].prefill_chunk_size and isinstance(of_all, Tensor):
+        _check_columns(of_all, count + given)  # chunks get the first columns of it
     # transformers 5.2 always cuts the input; later releases cut embeddings, and all token ids.
     if not (known.get("next_sequence_length", True) or known.get("use_inputs_embeds")):
         return
@@ -122,21 +132,22 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     )
 
 
-def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int) -> None:
+def _check_cut(frame: FrameType, n_seen: int, n_new: int, n_cut: int | None) -> None:
     """Raise where `generate` with draft tokens lets the model miscount the cached tokens.
 
     It cuts a mask to the tokens that it was given: transformers 5.2 wants all of them, and runs the
     new ones. Later releases run all that they are given, and since 5.18 drop a mask of ones.
+
+    Args:
+        n_cut: columns of the mask, if they do not fit.
     """
-    known, masking = frame.f_locals, innermost_frame("transformers.masking_utils")
-    mask = None if masking is None else masking.f_locals.get("attention_mask")
-    columns = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    if columns not in (None, n_seen + n_new, count + n_new):
+    if n_cut is not None:
         raise UnsupportedInputError(
-            f"generate with draft tokens cut the attention_mask to {columns} columns, which "
+            f"generate with draft tokens cut the attention_mask to {n_cut} columns, which "
             f"does not fit a cache that has seen {n_seen} tokens; leave the assistance out, or use "
             "transformers 5.18 or newer, and no padding"
         )
+    known = frame.f_locals
     given = int(known["input_ids"].shape[1])
     n_columns = getattr(known["generation_config"], "_mask_length", 0)
     if known.get("is_first_iteration") and n_seen < given == n_columns <= n_new:
