@@ -345,8 +345,7 @@ class Press:
     @property
     def last_run(self) -> Tally | None:
         """The tally of the scope of this press that was opened last; None: no scope was opened."""
-        scope = vars(self).get("_last_scope")
-        return None if scope is None else scope.tally
+        return vars(self).get("_last_run")
 
     @property
     def compression_count(self) -> int:
@@ -365,7 +364,7 @@ class Press:
         return 0.0 if self.last_run is None else self.last_run.compression_ratio
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if name != "_last_scope"}
+        return {name: x for name, x in vars(self).items() if not name.startswith("_last_")}
 
 
 @dataclass
@@ -395,5 +394,5 @@ class MeasuredPress(Press):
 
     @compression_ratio.setter
     def compression_ratio(self, ratio: Amount) -> None:
-        vars(self).pop("_last_scope", None)
+        vars(self).pop("_last_run", None)
         vars(self).update(vars(self.with_ratio(ratio)))

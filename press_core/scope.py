@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -277,7 +277,7 @@ class Scope:
                 raise
             state.key.is_open, self.state = True, state
             _open.add(state)
-            vars(self.press)["_last_scope"] = state
+            vars(self.press).update(_last_run=state.tally, _last_scope=ref(state))
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -318,7 +318,7 @@ class InstalledPress(Press):
 
     def remove(self) -> None:
         """Close the scope of this press that was opened last; no effect if it is closed."""
-        state = vars(self).get("_last_scope")
+        state = vars(self).get("_last_scope", lambda: None)()
         if state is not None:
             state.close()
 
