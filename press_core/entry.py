@@ -63,32 +63,29 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
     the cache needs no special masks or positions.
     """
     is_compiling = torch.compiler.is_compiling()
-    outer, sites, thread = current.forward, scope.sites, scope.traits.thread
+    outer, thread = current.forward, scope.traits.thread
     if outer is not None and scope in outer.entered and not outer.runs:
         outer.fail()  # an interrupt has ended it
-    if current.is_apart or not scope.is_open or not sites:  # another thread may have closed it
+    if current.is_apart or not scope.is_open:  # another thread may have closed it
         return None
     if thread is not None and (is_compiling or thread != threading.get_ident()):
         return None
     if outer is not None or not scope.traits.may_pass:
         return _joined(scope, given)
-    return _unless_it_passes(scope, given, sites[0].layer_idx)
+    return _unless_it_passes(scope, given)
 
 
-def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forward | None:
+def _unless_it_passes(scope: ScopeState, given: Arguments) -> Forward | None:
     """The forward, unless it is a decode step that needs nothing from the scope.
 
     The scope may close during such a step: it does not wait for it.
-
-    Args:
-        first: index of the first layer that the press works on.
     """
     cache, forward = given.cache, None
     is_compiling = torch.compiler.is_compiling()
     if not isinstance(cache, Cache) or (not is_compiling and chunks.is_under_way(cache)):
         return _joined(scope, given)
     layers = pruned_layers(cache)
-    if not layers and is_empty(cache, first):
+    if not layers and is_empty(cache, scope.first):
         return _joined(scope, given)
     if given.get("attention_mask") is not None or are_special(layers):
         forward = _joined(scope, given)
@@ -97,7 +94,7 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, first: int) -> Forwar
     if scope.traits.phases & Phase.DECODING and not _waits(scope, cache, given):
         return forward or _joined(scope, given)
     if not is_compiling:  # compiled forwards are not counted, and contain what is installed
-        _note_whole(scope, cache, layers, first)
+        _note_whole(scope, cache, layers)
         scope.tally.n_forwards += 1
         scope.on_layers.take_off(scope)
     return None
@@ -123,7 +120,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
             return forward.given
         scope.tally.n_forwards += 1
     if not forward.entered:
-        forward.is_context = is_empty(forward.cache, scope.sites[0].layer_idx)
+        forward.is_context = is_empty(forward.cache, scope.first)
         if forward.is_context:
             put_back_reset(forward.cache)
             running.let_slide(scope, forward.cache)
@@ -144,7 +141,7 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         note_masked(forward)
         forward.reading, forward.given = one_mask(forward, scope.sites[0], layers)
         forward.helps = forward.reading is None
-    _note_whole(scope, forward.cache, layers, scope.sites[0].layer_idx)
+    _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
     return forward.given
 
@@ -167,7 +164,7 @@ def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
     first, memory = scope.counted(cache)
     if scope.acts_in_step(memory.ticks - FIRST, 1):
         return False
-    scope.remember(cache, scope.sites[0].layer_idx, first, memory)
+    scope.remember(cache, scope.first, first, memory)
     return True
 
 
@@ -229,7 +226,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     if not traits.phases & Phase.DECODING:
         return
     first, memory = scope.counted(cache)
-    scope.remember(cache, scope.sites[0].layer_idx, first, memory)
+    scope.remember(cache, scope.first, first, memory)
     n_steps, n_forwards = memory.ticks - FIRST, memory.all_ticks - FIRST
     if scope.acts_in_step(n_steps, forward.n_tokens):
         forward.acting[scope] = Progress(n_steps, n_forwards)
@@ -237,21 +234,21 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
 
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
     is_of_slots = is_built_for_slots(forward)  # asked before the slots change
-    first = known(forward.cache, scope.sites[0].layer_idx)
+    first = known(forward.cache, scope.first)
     n_filled = first.n_old + first.n_recent
     for site in scope.sites:
         prune_before(scope, forward, site)
-    if is_of_slots and known(forward.cache, scope.sites[0].layer_idx) is not first:
+    if is_of_slots and known(forward.cache, scope.first) is not first:
         forward.given = with_newest_columns(forward, n_filled)
 
 
-def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer], first: int) -> None:
+def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer]) -> None:
     """Record the length of a cache that was filled before the scope saw any context."""
     tally = scope.tally
     if pruned or tally.n_contexts or not scope.traits.phases & AROUND:
         return
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
-        n_seen = int(cache.get_seq_length(first))
+        n_seen = int(cache.get_seq_length(scope.first))
         tally.longest_whole = max(tally.longest_whole, n_seen)
 
 

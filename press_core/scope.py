@@ -80,6 +80,8 @@ class ScopeState:
     Attributes:
         model: None after the scope is closed; so is `decoder`.
         sites: the attention modules that the press works on.
+        first: index of the cache layer of the first of them. Other threads may read it in a decode
+            step while the scope closes, which has no sites then.
         bystanders: other attention modules, which need help to read pruned layers.
         decoder: the module that takes token ids and runs all attention modules.
         traits: the traits of the press.
@@ -96,6 +98,7 @@ class ScopeState:
     press: Press
     model: Any
     sites: list[AttentionSite]
+    first: int
     bystanders: list[AttentionSite]
     decoder: Any
     traits: Traits
@@ -126,7 +129,7 @@ class ScopeState:
 
     def counted(self, cache: Any) -> tuple[PrunedLayer, Memory]:
         """The first layer that the press works on, and its memory with one more step counted."""
-        first = known(cache, self.sites[0].layer_idx)
+        first = known(cache, self.first)
         return first, first.memories.get(self.key, Memory()).after_forward()
 
     def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
@@ -219,7 +222,8 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     for site in sites:
         press.check_site(site)
     decoder = decoder_of(model, [site.name for site in sites])
-    state = ScopeState(press, model, sites, bystanders, decoder, Traits.of(press))
+    first = sites[0].layer_idx
+    state = ScopeState(press, model, sites, first, bystanders, decoder, Traits.of(press))
     state.tally.n_sites, state.known = len(sites), prepared(press, model)
     return state
 

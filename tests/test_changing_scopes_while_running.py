@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import hooks_impl
-from press_core import ScopeError, kept_lengths
+from press_core import Phase, ScopeError, kept_lengths
 from press_core.forward import current
 from tests.support import (
     PACKAGES,
@@ -218,15 +218,16 @@ def test_every_press(package, opening, name, model):
     """The forward ends without an error, whatever the press was about to do in it."""
     press, halt = example_for(package, name, 0.5, model), Halt()
     theirs = inside(model.model.layers[1].self_attn, halt)
-    scope = press(model)
-    if not opening:
-        scope.open()
+    scope = press(model) if opening else press.register(model)
     ids = token_ids(1, 80) if opening else context_for(name, 80)  # a delimiter needs its scope
-    with running(model, halt, ids):
+    with running(model, halt, ids) as cache:
         changing = Started(scope.open if opening else scope.remove)
         if opening:
             changing.end()
     changing.end()
+    if opening and press.phases & Phase.DECODING:  # closed in a step, for which nobody waits
+        press.is_awaited = lambda *_: scope.remove()
+        prefilled(model, token_ids(1, 1), cache)
     scope.remove()
     theirs.remove()
 

@@ -185,7 +185,7 @@ class ReplayPress(RatioPress, InstalledPress):
             UnsupportedCacheError: if a layer is not a DynamicLayer.
         """
         cache = cache_after(forward, output)
-        if is_empty(cache, scope.sites[0].layer_idx) or self.compression_ratio == 0:
+        if is_empty(cache, scope.first) or self.compression_ratio == 0:
             return
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
         self._require_plain(scope, cache, tokens)

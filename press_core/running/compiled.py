@@ -38,7 +38,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     """Whether to run a forward eagerly though it is compiled: the press acts in it."""
     if not may_break() or not scope.sites:
         return False
-    cache, index, n_new = given.cache, scope.sites[0].layer_idx, given.n_tokens
+    cache, index, n_new = given.cache, scope.first, given.n_tokens
     phases = scope.traits.phases
     if is_empty(cache, index) or is_under_way(cache) or (n_new > 1 and may_be_empty(cache, index)):
         return bool(phases & Phase.ON_CONTEXTS)
