@@ -19,7 +19,7 @@ from press_core import (
     UnsupportedInputError,
     kept_lengths,
 )
-from tests.support import both, build, example_for, filled, held, ran, token_ids
+from tests.support import PIPELINE_PRESSES, both, build, example_for, filled, held, ran, token_ids
 
 
 def lengths(press, model=None, n=40):
@@ -331,11 +331,11 @@ def test_scores_are_exact_under_autocast(package, name):
     assert press.evicted_ratio == pytest.approx(0.5, abs=0.05)
 
 
-@torch.enable_grad()
-def test_a_layer_made_under_inference_mode_is_read_with_gradients(package):
-    model, cache = build("llama"), DynamicCache()
-    with torch.inference_mode(), package.AdaKVPress(package.KnormPress(0.5))(model):
-        model(token_ids(1, 20), past_key_values=cache)
-    with headwise(model):
+@pytest.mark.parametrize("name", ["adakv", "channels"])
+def test_a_layer_made_under_inference_mode_is_read_with_gradients(package, name):
+    model, press = build("gpt2", num_heads=8), PIPELINE_PRESSES[name](package)
+    with torch.inference_mode():
+        cache = filled(model, press, token_ids(1, 300))
+    with headwise(model), torch.enable_grad():
         model(token_ids(1, 3), past_key_values=cache).logits.sum().backward()
-    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+    assert model.transformer.h[0].attn.c_attn.weight.grad is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from press_core.cache.pruned import PrunedLayer
@@ -36,6 +37,9 @@ class InPlaceLayer(PrunedLayer):
         if not self.is_initialized:
             raise ScopeError(f"this cache was reset while it had {self.refusal}; make a new one")
         self.check_readable(key_states)
+        grows = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if grows and self.keys.is_inference():  # autograd cannot save inference tensors
+            self.select_rows(torch.arange(self.batch))
         self.append(key_states, value_states)
         return key_states, value_states
 

@@ -266,9 +266,6 @@ class RaggedLayer(InPlaceLayer):
     # ---- cache layer interface -------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        grows = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if grows and self.keys.is_inference():  # autograd cannot save inference tensors
-            self.keys, self.values = self.keys.clone(), self.values.clone()
         # Under autocast the dtype of a decode step can differ from that of the prefill.
         self.recent.update(keys.to(self.keys.dtype), values.to(self.values.dtype))
 
