@@ -121,7 +121,7 @@ def queries_of(
 
 def choose(layer: RaggedLayer, query: Query) -> str:
     """Name of the fastest kernel that supports a call."""
-    sixteen = query.states.is_cuda and query.states.dtype in _SIXTEEN
+    sixteen = layer.keys.is_cuda and layer.keys.dtype == layer.values.dtype in _SIXTEEN
     fits = HAS_VARLEN and sixteen and _beyond_varlen(layer, query) is None
     return "varlen" if fits else "blocks"
 
@@ -275,7 +275,7 @@ KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, 
 
 def _rows(layer: RaggedLayer, query: Query) -> Tensor:
     batch, _, _, d = query.states.shape
-    return query.states.reshape(batch * layer.n_heads, -1, d)
+    return query.states.reshape(batch * layer.n_heads, -1, d).to(layer.keys.dtype)
 
 
 def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) ->
     """
     grouped = queries.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
-    old = grouped.gather(-1, index) @ layer.keys.unsqueeze(2).mT
+    old = grouped.gather(-1, index).to(layer.keys.dtype) @ layer.keys.unsqueeze(2).mT
     recent = grouped @ layer.recent_keys.unsqueeze(2).mT
     logits = queries.logits(torch.cat((old, recent), dim=-1) * queries.factor())
     if queries.visible is not None:  # covers all tokens, or the last ones only

@@ -332,9 +332,9 @@ def test_scores_are_exact_under_autocast(package, name):
 
 
 @pytest.mark.parametrize("name", ["adakv", "channels"])
-def test_a_layer_made_under_inference_mode_is_read_with_gradients(package, name):
+def test_a_layer_made_in_other_modes_is_read_with_gradients(package, name):
     model, press = build("gpt2", num_heads=8), PIPELINE_PRESSES[name](package)
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         cache = filled(model, press, token_ids(1, 300))
     with headwise(model), torch.enable_grad():
         model(token_ids(1, 3), past_key_values=cache).logits.sum().backward()
