@@ -8,6 +8,7 @@ from math import isnan
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from press_core.budget import Amount, n_kept
@@ -58,6 +59,7 @@ class TokenScorer(BudgetPress):
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
+    @torch.no_grad()  # they only rank tokens
     def checked_scores(self, call: AttentionCall) -> Tensor:
         """The result of `score`, checked for shape, dtype and NaN.
 
@@ -73,7 +75,7 @@ class TokenScorer(BudgetPress):
                 f"(B, H_kv, S) of 16 bits or more, here {tuple(expected)} on {call.keys.device}"
             )
         # NaN would rank highest. Checking the sum first takes a third of the time.
-        if isnan(scores.detach().sum()) and bool(scores.isnan().any()):
+        if isnan(scores.sum()) and bool(scores.isnan().any()):
             raise PressError(
                 f"{name}.score returned NaN for some tokens of {call.site.name}, which cannot be "
                 "ranked; use -inf to evict a token first, inf to evict it last"

@@ -91,12 +91,12 @@ def test_gradients_of_the_caller_are_what_they_were(package):
 
 
 @torch.enable_grad()
-@pytest.mark.parametrize("name", ["KVzipPress", "RestoreKVPress"])
+@pytest.mark.parametrize("name", ["KVzipPress", "RestoreKVPress", "QFilterPress"])
 def test_states_of_sliding_layers_may_have_gradients(package, name):
     model, ids = build("gemma3_text"), token_ids(1, LENGTH)
-    press, cache = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
+    press = torch.inference_mode()(example_for)(package, name, 0.5, model)
     with press(model):
-        model(ids, past_key_values=cache)
+        cache = model(ids).past_key_values
     assert held(cache) == held(filled(model, press, ids))
 
 
