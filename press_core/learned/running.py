@@ -153,10 +153,11 @@ class Examples:
         """
         if not self.n_tokens:
             raise CalibrationError("token_batches holds no token to learn from")
-        learned = {
-            layer: learn(torch.cat(states), torch.cat(self.targets[layer]))
-            for layer, states in self.states.items()
-        }
+        with torch.autocast("cpu", enabled=False):
+            learned = {
+                layer: learn(torch.cat(states), torch.cat(self.targets[layer]))
+                for layer, states in self.states.items()
+            }
         return [x.float() for x in stacked(learned, n_layers_of(self.site), 0.0)]
 
 

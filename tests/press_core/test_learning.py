@@ -118,7 +118,7 @@ def gate_examples(target, n=600):
     """States whose scores a gate tells."""
     learned = Examples(10_000)
     call = a_call(n, batch=1, dtype=torch.float32)
-    learned.add(of_layer_1(target(call.hidden_states)), call)
+    learned.add(of_layer_1(target(call.hidden_states.double())), call)
     return learned
 
 
@@ -150,7 +150,7 @@ def gates(seed):
 def test_a_seed_decides_all_whatever_else_is_drawn(learn):
     one = learn(5)
     state = torch.manual_seed(2).get_state()
-    with torch.inference_mode():  # gradients are off
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         two = learn(5)
     assert torch.equal(torch.get_rng_state(), state)
     other = learn(6)
