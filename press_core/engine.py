@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, autocast
 
 from press_core import running
 from press_core.cache.caches import known
@@ -40,10 +40,11 @@ def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> N
 @running.eagerly
 def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     passed.forward.acting[scope].depths.add(passed.site.place.depth)
-    observed = observe(scope, press, passed)
-    if observed is not None:
-        decisions = judged(press, *observed)
-        store_decisions(scope, passed.cache, decisions, passed.forward)
+    with autocast(passed.hidden_states.device.type, enabled=False):
+        observed = observe(scope, press, passed)
+        if observed is not None:
+            decisions = judged(press, *observed)
+            store_decisions(scope, passed.cache, decisions, passed.forward)
 
 
 def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:

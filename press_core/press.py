@@ -11,7 +11,7 @@ from operator import or_
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from torch import Tensor, autocast, nn
+from torch import Tensor, nn
 
 from press_core.budget import Amount, Tokens, n_kept, ratio_of
 from press_core.call import AttentionCall
@@ -234,15 +234,14 @@ class Press:
         )
 
     def evict(self, call: AttentionCall) -> Eviction:
-        """The result of `compress` for `call`, as an `Eviction`; autocast is off for it.
+        """The result of `compress` for `call`, as an `Eviction`.
 
         Raises:
             PressError: if it evicts something that the press does not declare.
             UnsupportedInputError: if the press reads hidden states that were not buffered.
         """
         try:
-            with autocast(call.keys.device.type, enabled=False):
-                eviction = Eviction.of(call, self.compress(call))
+            eviction = Eviction.of(call, self.compress(call))
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if not (call.hidden_states.is_meta and "meta" in str(error)):
                 raise

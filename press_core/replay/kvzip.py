@@ -284,7 +284,8 @@ class KVgrad(KVzip):
             for ids, chunk in replays:
                 norms = gradient_norms(self, model, sites, partial(row.run, input_ids=ids))
                 for call in calls:
-                    observe(call, chunk, norms[call.site.name])
+                    with torch.autocast(call.keys.device.type, enabled=False):
+                        observe(call, chunk, norms[call.site.name])
                 calls.clear()
 
 
