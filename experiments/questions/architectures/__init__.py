@@ -71,7 +71,8 @@ class Architectures(Experiment[Options]):
     context. On each, seven presses are swept, one for every kind of input that presses need: the
     tokens that a press keeps and the logits that follow are compared with a run over the full
     cache in which the evicted tokens are masked, by code that shares nothing with the presses.
-    Where a press cannot be right, it has to be refused when its scope opens. Long contexts and
+    Where a press cannot be right, it has to be refused when its scope opens: such a refusal is a
+    case that is not wrong, and so is a right run in which nothing is evicted. Long contexts and
     trained weights are not tested.
     """
 
