@@ -224,27 +224,27 @@ _CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
 
 
 def find_worth(tables: Tables) -> Iterator[Finding]:
-    """How much head-wise budgets gain in accuracy: over all presses, and by those in `_CITED`."""
+    """How much head-wise budgets gain in accuracy, over all presses and by press."""
     table, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
     model, uniform = accuracy["model"].iloc[0], accuracy[accuracy["budgets"] == UNIFORM]
     means = table[table["ratio"].isna()].set_index("pair")
     overall = means.loc[ALL]
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    yield _finding("worth", works, gain=points(overall), model=model)
+    of = 100 * means["difference"].drop(ALL)
+    ends = {"low": of.min(), "least": of.idxmin(), "high": of.max(), "most": of.idxmax()}
+    yield _finding("worth", works, gain=points(overall), model=model, **ends)
     for name, pair in _CITED.items():
-        baseline = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
-        gain = points(means.loc[pair])
-        yield _finding(name, as_in="cited", gain=gain, pair=pair, baseline=baseline)
+        base = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
+        yield _finding(name, as_in="cited", gain=points(means.loc[pair]), pair=pair, base=base)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:
     """Whether decoding a head-wise pruned cache correctly needs a patch."""
     conditions = tables["headwise_conditions"]
     tried = conditions[(conditions["condition"] == _BY_HOOK) & (conditions["outcome"] != MISSING)]
-    n_right = int((tried["outcome"] == SAME).sum())
-    verdict, needs = ("works", "no") if n_right == len(tried) else ("breaks", "a")
-    outcome = {"needs": needs, "right": n_right, "n": len(tried)}
-    yield _finding("patching", verdict, Evidence.REFERENCE, **outcome)
+    right = int((tried["outcome"] == SAME).sum())
+    verdict, needs = ("works", "no") if right == len(tried) else ("breaks", "a")
+    yield _finding("patching", verdict, Evidence.REFERENCE, needs=needs, right=right, n=len(tried))
 
 
 def _most_evicted(tables: Tables) -> pd.DataFrame:
