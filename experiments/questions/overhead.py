@@ -257,8 +257,8 @@ class Overhead(Experiment[Options]):
     full = Options()
     quick = Options(layers=(4, 28), rounds=24, compiled=False, kvpress=False)
     claims: ClassVar = {
-        "decode": Claim(replace(quick, layers=(28,)), within=0.1),
-        "bare": Claim(replace(quick, layers=(4,)), within=0.1),
+        "decode": Claim(replace(quick, layers=(28,)), within=0.05),
+        "bare": Claim(replace(quick, layers=(4,)), within=0.05),
     }
 
     def on(self, own: OwnModel) -> Planned[Options]:
