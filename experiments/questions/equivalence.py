@@ -203,8 +203,9 @@ class Equivalence(Experiment[Options]):
         both = pd.concat([cells, cells.assign(dtype="all")])
         sums = both.groupby(["press", "dtype"], sort=False)[["compared", "differ"]].sum()
         shown = [f"{n - differ}/{n}" if n else "refused" for n, differ in sums.to_numpy()]
+        n_refused = int((cells["cells"] - cells["compared"]).sum())
         note = (
-            "Combinations with equal bits, of those compared, over "
+            f"Combinations with equal bits, of those compared (both refuse {n_refused} more), over "
             f"{int(cells['tokens'].sum()):,} tokens with each mechanism."
         )
         refused = cells[cells["compared"] == 0].drop_duplicates(["press", "family"])
