@@ -59,14 +59,14 @@ class TokenScorer(BudgetPress):
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
-    @torch.no_grad()  # they only rank tokens
     def checked_scores(self, call: AttentionCall) -> Tensor:
         """The result of `score`, checked for shape, dtype and NaN.
 
         Raises:
             PressError: with the press and what its `score` should return.
         """
-        scores: Any = self.score(call)
+        with torch.no_grad():  # scores only rank tokens
+            scores: Any = self.score(call)
         expected, name = call.keys.shape[:3], type(self).__name__
         fits = is_dense(scores, call.keys) and scores.shape == expected
         if not (fits and scores.is_floating_point() and scores.itemsize > 1):
@@ -75,7 +75,7 @@ class TokenScorer(BudgetPress):
                 f"(B, H_kv, S) of 16 bits or more, here {tuple(expected)} on {call.keys.device}"
             )
         # NaN would rank highest. Checking the sum first takes a third of the time.
-        if isnan(scores.sum()) and bool(scores.isnan().any()):
+        if isnan(scores.detach().sum()) and bool(scores.isnan().any()):
             raise PressError(
                 f"{name}.score returned NaN for some tokens of {call.site.name}, which cannot be "
                 "ranked; use -inf to evict a token first, inf to evict it last"
