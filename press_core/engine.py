@@ -195,4 +195,6 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
         carried=layer.carried,
         scope=scope,
     )
-    store_decisions(scope, forward.cache, judged(press, call, occupied), forward)
+    with autocast(keys.device.type, enabled=False):
+        decisions = judged(press, call, occupied)
+    store_decisions(scope, forward.cache, decisions, forward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import FrameType
@@ -215,8 +215,10 @@ class Forward:
         self.is_over, self.frame = True, None
         for scope in self.entered:
             scope.running.pop(self, None)
-        while self.at_end:
-            self.at_end.pop(0)()
+        if self.at_end:
+            with ExitStack() as ending:  # calls all of them, even if one raises
+                for act in reversed(self.at_end):
+                    ending.callback(act)
 
 
 def cache_after(forward: Forward, output: Any) -> Any:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet, ref
 
@@ -225,7 +226,18 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     first = sites[0].layer_idx
     state = ScopeState(press, model, sites, first, bystanders, decoder, Traits.of(press))
     state.tally.n_sites, state.known = len(sites), prepared(press, model)
+    state.warnings.append(partial(_replaced, model, decoder))
     return state
+
+
+def _replaced(model: nn.Module, decoder: nn.Module) -> str | None:
+    """A warning if `model` no longer has the decoder that its scope was opened on."""
+    if any(module is decoder for module in model.modules()):
+        return None
+    return (
+        ": the model's decoder was replaced inside the scope, and nothing was pruned since; open the "
+        "scope after such changes"
+    )
 
 
 def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:

@@ -30,6 +30,9 @@ PACKAGES = (hooks_impl, patch_impl)
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 """For what may differ between the mechanisms; other tests take `package` from `fixtures.py`."""
 
+REPLAYING = ["KVComposePress", "KVgradPress", "KVzipPress", "RestoreKVPress"]
+replaying = pytest.mark.parametrize("name", REPLAYING)
+
 PLAIN = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
 """Of a process that compiles nothing: where hqq is installed, transformers loads the compiler."""
 

@@ -17,6 +17,7 @@ from tests.support import (
     context_for,
     example_for,
     filled,
+    replaying,
     snapshot,
     token_ids,
 )
@@ -232,13 +233,8 @@ def test_every_press(package, opening, name, model):
     theirs.remove()
 
 
-REPLAYING = pytest.mark.parametrize(
-    "name", ["KVzipPress", "KVComposePress", "KVgradPress", "RestoreKVPress"]
-)
-
-
-@REPLAYING
 @both
+@replaying
 def test_closing_while_a_context_is_run_again(package, name, model):
     """What the press has begun it ends: all layers are pruned, and the cache can be used."""
     halt = Halt(1)

@@ -17,12 +17,11 @@ from experiments.testbed.compare import Inputs, run
 from experiments.testbed.families import FAMILIES, HYBRID, NO_ROPE, supported_implementations
 from experiments.testbed.recipes import fitted_pair, recipe_pair
 from press_core import Needs
-from press_core.replay.rows import ReplayPress
+from tests.support import REPLAYING
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_CASES = {"short": 4, "long": 3000}.get(PROFILE, 7)
 PRESSES = sorted(hooks_impl.PRESSES)
-REPLAYING = [name for name in PRESSES if issubclass(hooks_impl.PRESSES[name], ReplayPress)]
 
 
 def many(share=1.0):

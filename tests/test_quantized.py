@@ -12,6 +12,7 @@ from press_core import PressError, UnsupportedCacheError, cache_nbytes, kept_len
 from press_core.running.quantized import PrunedQuantizedLayer
 from tests.support import (
     PACKAGES,
+    REPLAYING,
     both,
     build,
     example_for,
@@ -218,7 +219,6 @@ def collected(model, cache, ids):
 # ---- what cannot be ------------------------------------------------------------------------------
 
 HEADWISE = ["AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "FastKVzipPress"]
-REPLAYING = ["KVComposePress", "KVgradPress", "KVzipPress", "RestoreKVPress"]
 REFUSED = [*((name, "each head") for name in [*HEADWISE, "LUKVPress"]), ("ThinKPress", "channels")]
 REFUSED += [(name, "whole contexts.*QuantizedLayer") for name in REPLAYING]
 

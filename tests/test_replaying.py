@@ -23,6 +23,7 @@ from tests.support import (
     held,
     in_turn,
     left_padded,
+    replaying,
     snapshot,
     token_ids,
 )
@@ -150,13 +151,9 @@ def test_gradients_beyond_the_range_of_the_dtype_are_told(package):
 
 # ---- all of them ---------------------------------------------------------------------------------
 
-every = pytest.mark.parametrize(
-    "name", ["KVComposePress", "KVgradPress", "KVzipPress", "RestoreKVPress"]
-)
-
 
 @both
-@every
+@replaying
 def test_threads_beside_a_replay_are_let_be(package, name):
     """Others run the model while a context is run again, and neither side sees the other."""
     model, ids, done, found = build("llama"), token_ids(1, LENGTH), threading.Event(), []
@@ -185,7 +182,7 @@ def test_threads_beside_a_replay_are_let_be(package, name):
     assert torch.equal(model(ids).logits, plain)
 
 
-@every
+@replaying
 def test_embeddings_cannot_be_run_again(package, name):
     model = build("llama")
     states = model.get_input_embeddings()(token_ids(1, LENGTH))
@@ -194,7 +191,7 @@ def test_embeddings_cannot_be_run_again(package, name):
         model(inputs_embeds=states, past_key_values=DynamicCache(config=model.config))
 
 
-@every
+@replaying
 def test_padding_is_told_by_a_mask_of_any_form(package, name):
     model = build("llama")
     press = example_for(package, name, 0.5, model)
@@ -207,7 +204,7 @@ def test_padding_is_told_by_a_mask_of_any_form(package, name):
     assert found[0] == found[1]
 
 
-@every
+@replaying
 def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, name):
     """Not where no cache is filled, and not of rows without padding."""
     config, ran = build("gemma2").config, []

@@ -344,7 +344,8 @@ def repeated_random(model: Any, length: int, seed: int) -> Tensor:
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = layer_generator(seed, 0)
-    half = torch.randint(vocabulary, (1, -(-length // 2) + 1), generator=generator)
+    shape = 1, -(-length // 2) + 1
+    half = torch.randint(vocabulary, shape, generator=generator, device="cpu")
     return torch.cat((half, half), dim=1).to(device_of(model))
 
 

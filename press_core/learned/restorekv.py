@@ -101,14 +101,15 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
     """The initial adapter: it adds zero, and its embeddings are those of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings().weight.detach().float()
-    chosen = torch.randint(len(embedding), (N_TOKENS,), generator=generator)
+    chosen = torch.randint(len(embedding), (N_TOKENS,), generator=generator, device="cpu")
     down, up = {}, {}
     sites = attention_sites(model)
     own = {id(child) for site in sites for child in site.module.children()}
     for name, layer in decoder_of(model, [site.name for site in sites]).named_modules():
         if id(layer) in own and isinstance(layer, nn.Linear):
             n_out, n_in = layer.weight.shape
-            down[name] = (torch.randn(rank, n_in, generator=generator) / n_in**0.5).to(embedding)
+            drawn = torch.randn(rank, n_in, generator=generator, device="cpu")
+            down[name] = (drawn / n_in**0.5).to(embedding)
             up[name] = torch.zeros(n_out, rank, device=embedding.device)
     return RestoreAdapter(embedding[chosen.to(embedding.device)].clone(), down, up)
 

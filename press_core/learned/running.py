@@ -153,7 +153,7 @@ class Examples:
         """
         if not self.n_tokens:
             raise CalibrationError("token_batches holds no token to learn from")
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.device("cpu"):
             learned = {
                 layer: learn(torch.cat(states), torch.cat(self.targets[layer]))
                 for layer, states in self.states.items()

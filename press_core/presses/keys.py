@@ -165,7 +165,8 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
 def sketch(shape: tuple[int, ...], layer_idx: int, like: Tensor) -> Tensor:
     """Standard normal numbers seeded by the layer alone, with device and dtype of `like`."""
     generator = torch.Generator().manual_seed(layer_idx)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(like)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return numbers.to(like)
 
 
 def standardised(scores: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Random(RatioScorer):
     def score(self, call: AttentionCall) -> Tensor:
         batch, n_kv, length, _ = call.keys.shape
         generator = layer_generator(self.seed, call.site.layer_idx)
-        scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32)
+        scores = torch.rand(1, n_kv, length, generator=generator, dtype=torch.float32, device="cpu")
         return scores.to(call.keys.device).repeat(batch, 1, 1)  # callers may write to them
 
 

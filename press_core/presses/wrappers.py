@@ -349,8 +349,9 @@ def uniform(shape: torch.Size, seed: int | None, layer_idx: int, forward: int) -
     """Uniform random numbers in [0, 1), float32 on the CPU; seeded as `CAM.seed` says."""
     generator = layer_generator(seed, layer_idx)
     if generator is not None:
-        generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) + forward)
-    return torch.rand(shape, generator=generator)
+        drawn = torch.randint(2**62, (), generator=generator, device="cpu")
+        generator.manual_seed(int(drawn) + forward)
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def shares_of_next(kept: Tensor, evicted: Tensor, n_next: int, dtype: torch.dtype) -> Tensor:

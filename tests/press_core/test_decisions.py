@@ -83,6 +83,15 @@ def due(seed=0):
     return drawn_call(LENGTH, seed, memory={RECEIVED: received}, when=when)
 
 
+def test_seeded_draws_do_not_depend_on_the_default_device():
+    call, base = due(0), patch_impl.KnormPress()
+    cam = patch_impl.CAMPress(base, target_size=TARGET, seed=SEED)
+    for press in (patch_impl.RandomPress(0.5, SEED), patch_impl.LeverageScorePress(0.5), cam):
+        with torch.device("meta"):
+            found = press.evict(call)
+        assert torch.equal(found.values, press.evict(call).values)
+
+
 @pytest.mark.parametrize("merge_budget", [1, 3, 100])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cam_against_the_slow_reference(merge_budget, seed):
