@@ -72,16 +72,15 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
         return None
     if outer is not None or not scope.traits.may_pass:
         return _joined(scope, given)
-    return _unless_it_passes(scope, given)
+    return _unless_it_passes(scope, given, is_compiling)
 
 
-def _unless_it_passes(scope: ScopeState, given: Arguments) -> Forward | None:
+def _unless_it_passes(scope: ScopeState, given: Arguments, is_compiling: bool) -> Forward | None:
     """The forward, unless it is a decode step that needs nothing from the scope.
 
     The scope may close during such a step: it does not wait for it.
     """
     cache, forward = given.cache, None
-    is_compiling = torch.compiler.is_compiling()
     if not isinstance(cache, Cache) or (not is_compiling and chunks.is_under_way(cache)):
         return _joined(scope, given)
     layers = pruned_layers(cache)
@@ -91,7 +90,7 @@ def _unless_it_passes(scope: ScopeState, given: Arguments) -> Forward | None:
         forward = _joined(scope, given)
         if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
             return forward
-    if scope.traits.phases & Phase.DECODING and not _waits(scope, cache, given):
+    if scope.traits.counts_steps and not _waits(scope, cache, given):
         return forward or _joined(scope, given)
     if not is_compiling:  # compiled forwards are not counted, and contain what is installed
         _note_whole(scope, cache, layers)
@@ -223,7 +222,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
         return
     if traits.phases & Phase.BEFORE_DECODING:
         _prune_before(scope, forward)
-    if not traits.phases & Phase.DECODING:
+    if not traits.counts_steps:
         return
     first, memory = scope.counted(cache)
     scope.remember(cache, scope.first, first, memory)

@@ -45,8 +45,9 @@ class Arguments(NamedTuple):
     @property
     def cache(self) -> Any:
         """The decoder's self-attention cache; None if none is passed."""
-        given = (self.get(name) for name in CACHE_NAMES)
-        return own_cache(next((cache for cache in given if cache is not None), None))
+        newer, older = CACHE_NAMES
+        cache = self.get(newer)
+        return own_cache(self.get(older) if cache is None else cache)
 
     @property
     def n_tokens(self) -> int:

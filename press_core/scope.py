@@ -47,6 +47,7 @@ class Traits:
         reads_hidden_states: whether the press reads hidden states.
         remembers: whether the press stores values per token; see `Press.remember`.
         may_pass: whether the press has nothing to do in most decode steps.
+        counts_steps: whether it acts in some of them.
         thread: the only thread whose forwards the scope takes part in; None: all threads.
     """
 
@@ -56,6 +57,7 @@ class Traits:
     reads_hidden_states: bool
     remembers: bool
     may_pass: bool
+    counts_steps: bool
     thread: int | None
 
     @classmethod
@@ -70,6 +72,7 @@ class Traits:
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=remembers,
             may_pass=not (remembers or others) and thread is None,
+            counts_steps=bool(phases & Phase.DECODING),
             thread=thread,
         )
 
@@ -235,8 +238,8 @@ def _replaced(model: nn.Module, decoder: nn.Module) -> str | None:
     if any(module is decoder for module in model.modules()):
         return None
     return (
-        ": the model's decoder was replaced inside the scope, and nothing was pruned since; open the "
-        "scope after such changes"
+        ": the model's decoder was replaced inside the scope, and nothing was pruned since; open "
+        "the scope after such changes"
     )
 
 
