@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -216,10 +216,15 @@ class Forward:
         self.is_over, self.frame = True, None
         for scope in self.entered:
             scope.running.pop(self, None)
-        if self.at_end:
-            with ExitStack() as ending:  # calls all of them, even if one raises
-                for act in reversed(self.at_end):
-                    ending.callback(act)
+        if self.at_end:  # else compilers would break their graph
+            call_all(self.at_end)
+
+
+def call_all(acts: Sequence[Callable[[], Any]]) -> None:
+    """Call all of `acts`, in order, even if one raises."""
+    with ExitStack() as stack:
+        for act in reversed(acts):
+            stack.callback(act)
 
 
 def cache_after(forward: Forward, output: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from press_core.forward import call_all
 from press_core.model.graphs import graphs_of, n_compiled
 
 
@@ -101,6 +102,4 @@ def _installed(scope: Any) -> list[Removable]:
 
 def removed(installed: list[Removable]) -> None:
     """Remove everything in `installed`, the last first."""
-    with ExitStack() as removing:  # removes all of them, even if one raises
-        for removable in installed:
-            removing.callback(removable.remove)
+    call_all([removable.remove for removable in reversed(installed)])

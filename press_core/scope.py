@@ -47,7 +47,7 @@ class Traits:
         reads_hidden_states: whether the press reads hidden states.
         remembers: whether the press stores values per token; see `Press.remember`.
         may_pass: whether the press has nothing to do in most decode steps.
-        counts_steps: whether it acts in some of them.
+        counts_steps: whether it acts in some decode steps, which are counted for it.
         thread: the only thread whose forwards the scope takes part in; None: all threads.
     """
 
@@ -94,7 +94,7 @@ class ScopeState:
         tally: counts of what was pruned.
         key: identifies the scope within the process; copies of a cache keep it.
         running: forwards in progress that the scope takes part in, each with its thread's id.
-        warnings: functions of the mechanism that return a warning, or None, when the scope closes.
+        warnings: functions that return a warning, or None, when the scope closes.
         installed: what the mechanism has installed on the decoder while the scope is open.
         on_layers: what it has installed on attention modules, while forwards need it.
     """

@@ -42,7 +42,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     phases = scope.traits.phases
     if is_empty(cache, index) or is_under_way(cache) or (n_new > 1 and may_be_empty(cache, index)):
         return bool(phases & Phase.ON_CONTEXTS)
-    if not isinstance(cache, Cache) or not phases & Phase.DECODING:
+    if not isinstance(cache, Cache) or not scope.traits.counts_steps:
         return bool(phases & Phase.BEFORE_DECODING)
     # Without the states in the memory, whose number graphs would depend on.
     memory = known(cache, index).memories.get(scope.key, Memory())
