@@ -33,8 +33,8 @@ test-newest: $(VENV)/.installed
 	$(RUN) $(PYTEST)
 
 # The same suite on the oldest transformers that is supported, with fewer drawn cases, a quarter of
-# the cases of large tests, and without what no release of transformers changes. Without the option
-# all of it is run.
+# the cases of each test (one at least), and without what no release of transformers changes.
+# Without the option all of it is run.
 test-oldest: $(OLDEST)/.installed
 	HYPOTHESIS_PROFILE=short $(OLDEST)/bin/python $(PYTEST) --second-transformers
 

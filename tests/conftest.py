@@ -1,8 +1,9 @@
 """What a second transformers leaves out, and the order of tests."""
 
+import math
 import os
 import zlib
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import yaml
@@ -24,8 +25,8 @@ FIRST = {TESTS / "test_tensor_parallel.py", TESTS / "experiments" / "test_ray.py
 comes last, and would start it once more."""
 LAST = TESTS / "experiments" / "test_architectures.py"
 """It loads the modules of dozens of models, and audits look through all that are loaded."""
-MANY = 4
-"""Of tests with more cases a second transformers runs a quarter, drawn by their names."""
+SHARE = 4
+"""Of this many cases of a test a second transformers runs one, drawn by their names."""
 
 
 def pytest_addoption(parser):
@@ -41,8 +42,8 @@ def pytest_report_header(config):
     if not config.getoption("second_transformers"):
         return []
     return [
-        f"left out, for another release of transformers is tested with it: of tests with more than "
-        f"{MANY} cases a quarter, where they are no models, and",
+        f"left out, for another release of transformers is tested with it: of {SHARE} cases of a "
+        "test all but one, where they are no models, and",
         *(f"  tests/{name}" for name in sorted(LEFT_OUT)),
     ]
 
@@ -55,19 +56,22 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (item.path == LAST, item.path not in FIRST))
     if config.getoption("second_transformers"):
-        n_cases = Counter(map(_test_of, items))
-        left_out = {item for item in items if n_cases[_test_of(item)] > MANY and _is_skipped(item)}
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        run = _drawn(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in run])
+        items[:] = [item for item in items if item in run]
 
 
-def _test_of(item):
-    return item.path, item.name.partition("[")[0]
-
-
-def _is_skipped(item):
-    """By two bits of its name; the lowest one chooses a mechanism, in `tests.fixtures.package`."""
-    return item.path != LAST and bool(zlib.crc32(item.nodeid.encode()) & 0b110)
+def _drawn(items):
+    """What a second transformers runs: at least one case of each test, and all models."""
+    cases = defaultdict(list)
+    for item in items:
+        key = item.nodeid if item.path == LAST else (item.path, item.originalname)
+        cases[key].append(item)
+    drawn = set()
+    for of_test in cases.values():
+        of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()) >> 1)
+        drawn.update(of_test[: math.ceil(len(of_test) / SHARE)])
+    return drawn
 
 
 def pytest_configure(config):
