@@ -75,7 +75,7 @@ def median_of(name: str, values: Any, of: str = "") -> dict[str, Any]:
 
 
 def _row(name: str, of: str, values: Any, number: Any, ends: tuple[float, float]) -> dict[str, Any]:
-    units = " ".join(map("{:.6g}".format, values))
+    units = " ".join(map("{:.9g}".format, values))
     return {name: float(number), f"{of}low": ends[0], f"{of}high": ends[1], f"{of}{UNITS}": units}
 
 
