@@ -7,8 +7,6 @@ forward, so it affects the attention calls of this forward only; every other mod
 is unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Compatibility with kvpress: presses written for it run unchanged, with its method signatures."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The mechanism: presses installed by PyTorch's own hooks only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

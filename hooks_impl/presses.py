@@ -1,7 +1,5 @@
 """The presses, installed by hooks: each is its formula and the mechanism, and nothing else."""
 
-from __future__ import annotations
-
 from hooks_impl.mechanism import BasePress, ScorerPress
 from press_core import formulas
 

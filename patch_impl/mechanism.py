@@ -1,7 +1,5 @@
 """The mechanism: presses installed by reversible patches of the attention forwards."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial

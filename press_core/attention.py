@@ -4,8 +4,6 @@ The weights equal the model's: with its scaling, soft-capping and learned attent
 bidirectional attention within an image if the model has that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

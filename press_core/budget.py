@@ -1,7 +1,5 @@
 """Budgets: how many tokens to keep."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real

@@ -322,7 +322,8 @@ class AttentionCall:
 
     def chunk(self, start: int, stop: int) -> AttentionCall:
         """The call restricted to the keys from `start` to `stop` and their queries."""
-        known = self.replace(at=replace(self.at, ids=self._known_ids()), budget=None)
+        at = replace(self.at, ids=self._known_ids())
+        known = self.replace(at=at, budget=None, attentions=None)  # weights of all keys
         return known._part(None, slice(start, min(stop, self.length)))
 
     def of_rows(self, rows: list[int], slots: Tensor | None) -> AttentionCall:

@@ -1,7 +1,5 @@
 """A press that passes the calls of a model to a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

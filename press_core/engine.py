@@ -1,7 +1,5 @@
 """Around an attention module: observe its call, let the press decide, store what it keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,20 +41,24 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     with autocast(passed.hidden_states.device.type, enabled=False):
         observed = observe(scope, press, passed)
         if observed is not None:
-            decisions = judged(press, *observed)
+            decisions, index = judged(press, *observed), passed.site.layer_idx
+            if any(other.place.owner == index for other in scope.bystanders):
+                known(passed.cache, index).stop_sharing()  # what reads this layer has yet to run
             store_decisions(scope, passed.cache, decisions, passed.forward)
 
 
 def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:
     """Store what is kept of a layer in a forward, and record it in the tally."""
-    layer, site = store(cache, decisions, scope.key), decisions.call.site
+    site = decisions.call.site
+    layer = store(cache, decisions, scope.key)
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
     if layer.is_first and layer.room is not None:
         forward.at_end.append(partial(need_masks_beside, layer, cache))
-    seen, kept = tokens_seen(layer, None), layer.lengths().double().mean()
-    scope.tally.record(site.layer_idx, sum(seen) / len(seen), site.ranks.mean(float(kept)))
+    seen, kept = tokens_seen(layer, None), float(layer.lengths().double().mean())
+    kept = site.ranks.mean(kept, decisions.call.keys.device)
+    scope.tally.record(site.layer_idx, sum(seen) / len(seen), kept)
 
 
 def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> Decisions:
@@ -174,12 +176,15 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
-    if not press.acts_on(layer.n_slots):
+    says = type(press).keeps is not Press.keeps  # else its formula decides
+    if says and not press.acts_on(layer.n_slots):
         return
     keys, values = layer.states()
     given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
     mask = for_full_attention(given_mask)
-    if isinstance(mask, Tensor) and mask.dim() == 4:  # made by `generate` for the slots of a buffer
+    if (
+        not isinstance(mask, Tensor) or mask.dim() == 4
+    ):  # made by `generate` for the slots of a buffer
         mask = filled_columns(mask, layer, n)
     occupied = occupied_slots(mask, layer, n, n_held=0)
     last, rotary = first_position(ids, mask, layer, n) - 1, None

@@ -8,8 +8,6 @@ leave(scope, output)           after the outermost scope: what presses do after 
 ```
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import FrameType
@@ -30,6 +28,7 @@ from press_core.cache.caches import (
 from press_core.cache.memory import FIRST
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
+    HIDDEN_CONTEXT,
     helped,
     is_built_for_slots,
     needs_help,
@@ -63,10 +62,12 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
     the cache needs no special masks or positions.
     """
     is_compiling = torch.compiler.is_compiling()
-    outer, thread = current.forward, scope.traits.thread
+    outer, thread, left_out = current.forward, scope.traits.thread, current.left_out
     if outer is not None and scope in outer.entered and not outer.runs:
         outer.fail()  # an interrupt has ended it
-    if current.is_apart or not scope.is_open:  # another thread may have closed it
+    if left_out and (thread is None or left_out == "all"):
+        return None
+    if not scope.is_open:  # another thread may have closed it
         return None
     if thread is not None and (is_compiling or thread != threading.get_ident()):
         return None
@@ -208,7 +209,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
             f"{type(press).__name__} leaves a cache that attention reads in place, which an "
             "offloaded cache does not support; use a DynamicCache without offloading"
         )
-    if cache is not None:
+    if cache is not None and scope.traits.phases:
         for site in scope.sites:
             check_prunable(cache, site.layer_idx)
     if scope.traits.phases & Phase.IN_PREFILL:
@@ -237,6 +238,7 @@ def _prune_before(scope: ScopeState, forward: Forward) -> None:
     n_filled = first.n_old + first.n_recent
     for site in scope.sites:
         prune_before(scope, forward, site)
+    forward.forget(HIDDEN_CONTEXT)
     if is_of_slots and known(forward.cache, scope.first) is not first:
         forward.given = with_newest_columns(forward, n_filled)
 

@@ -122,7 +122,7 @@ class Eviction:
         """Keep `keys` and `values`, from a press that reports no positions, as kvpress's do.
 
         Raises:
-            PressError: if they are not the keys and values of some of the `S` tokens.
+            PressError: if they are not shaped as states of some of the `S` tokens are.
         """
         return cls.of(call, (keys, values))
 

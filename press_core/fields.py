@@ -1,7 +1,5 @@
 """Fields of presses, declared together with the values that they allow."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields

@@ -191,6 +191,10 @@ class Forward:
             self.notes[known] = key, make()  # keeps the key alive, so that its id is not reused
         return self.notes[known][1]
 
+    def forget(self, key: str) -> None:
+        """Let `once` make something anew, as layers have changed."""
+        self.notes.pop((key,), None)
+
     @property
     def runs(self) -> bool:
         """Whether it is still running, in any thread."""
@@ -248,7 +252,7 @@ class _ThreadState:
 
     def __init__(self) -> None:
         self.forward: Forward | None = None
-        self.is_apart = False
+        self.left_out = ""
 
 
 class _Local(threading.local):
@@ -274,20 +278,20 @@ class Current:
         _local.state.forward = forward
 
     @property
-    def is_apart(self) -> bool:
-        """Whether scopes take no part in forwards of this thread."""
-        return _local.state.is_apart
+    def left_out(self) -> str:
+        """Which scopes take no part in forwards of this thread: "all", "pruning" ones, or ""."""
+        return _local.state.left_out
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Keep scopes out of forwards of this thread."""
+    def apart(self, left_out: str = "all") -> Iterator[None]:
+        """Keep scopes out of forwards of this thread: all, or all but those that observe it."""
         state = _local.state
-        before = state.forward, state.is_apart
-        state.forward, state.is_apart = None, True
+        before = state.forward, state.left_out
+        state.forward, state.left_out = None, left_out
         try:
             yield
         finally:
-            state.forward, state.is_apart = before
+            state.forward, state.left_out = before
 
 
 current = Current()

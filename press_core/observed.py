@@ -1,7 +1,5 @@
 """The parts of an `AttentionCall`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Observing a forward of an attention module, and describing it to a press."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,9 +108,10 @@ def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -
     """
     call = call_of(scope, passed, *layer.states())
     if not layer.is_pruned:
-        weights = passed.output[1] if isinstance(passed.output, tuple) else None
-        weights = passed.site.grouped(weights) if isinstance(weights, Tensor) else None
-        return call.replace(attentions=weights)
+        weights: Any = passed.output[1] if isinstance(passed.output, tuple) else None
+        if not isinstance(weights, Tensor) or weights.dim() != 4:  # flex returns sums on a GPU
+            return call
+        return call.replace(attentions=passed.site.grouped(weights)[..., : call.length])
     positions, rotary = layer.all_positions(), layer.all_rotary_positions()
     if positions is None:
         raise UnsupportedInputError(

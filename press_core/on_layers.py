@@ -1,7 +1,5 @@
 """Hooks or patches of open scopes on attention modules, installed only while forwards need them."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack
 from typing import Any, Protocol

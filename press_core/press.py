@@ -333,6 +333,7 @@ class Press:
             "states": reads_states,
             "key norms": self.needs & Needs.KEY_NORMS,
             "rope": self.needs & Needs.ROPE,
+            "unrotated keys": self.needs & Needs.UNROTATED_KEYS,
             "heads": self.evicts.needs_attention,
             "attention": self.evicts.needs_attention,
             f"queries by {self.mechanism}": self.needs & Needs.QUERIES,
@@ -389,9 +390,10 @@ class MeasuredPress(Press):
     def compression_ratio(self) -> float:
         """Share of the tokens evicted in the scope opened last; the requested one before a run."""
         run = self.last_run
-        return self.requested_ratio if run is None or not run.n_forwards else run.compression_ratio
+        return run.compression_ratio if run is not None and run.has_run else self.requested_ratio
 
     @compression_ratio.setter
     def compression_ratio(self, ratio: Amount) -> None:
-        vars(self).pop("_last_run", None)
         vars(self).update(vars(self.with_ratio(ratio)))
+        if self.last_run is not None:
+            self.last_run.n_before = self.last_run.n_forwards

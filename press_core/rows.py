@@ -1,7 +1,5 @@
 """Padded batches: each row is pruned as it would be without padding, and the rows are rejoined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

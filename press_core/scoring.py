@@ -1,7 +1,5 @@
 """Base classes of presses that score tokens and keep the best, and of presses that wrap presses."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import MISSING, dataclass
 from math import isnan

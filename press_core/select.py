@@ -1,7 +1,5 @@
 """Selecting the tokens to keep, and gathering their states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Counts of what a press did in a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 
@@ -15,6 +13,7 @@ class Tally:
             each KV head kept, on average.
         compressions: per layer, how often it was pruned.
         n_forwards: forwards of the decoder while the scope was open.
+        n_before: those of them before the ratio was set for the last time.
         n_contexts: those of them that were (a chunk of) a prefill.
         longest_whole: length of the longest layer that was filled before the scope opened, and not
             pruned.
@@ -26,6 +25,7 @@ class Tally:
     layers: dict[int, tuple[float, float]] = field(default_factory=dict)
     compressions: dict[int, int] = field(default_factory=dict)
     n_forwards: int = 0
+    n_before: int = 0
     n_contexts: int = 0
     longest_whole: int = 0
     missed: set[int] = field(default_factory=set)
@@ -35,6 +35,11 @@ class Tally:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""
         self.layers[layer_idx] = seen, kept
         self.compressions[layer_idx] = self.compressions.get(layer_idx, 0) + 1
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward ran since the ratio was set."""
+        return self.n_forwards > self.n_before
 
     @property
     def compression_count(self) -> int:

@@ -5,8 +5,6 @@ GPU, large tiles are faster. So tiles share memory: each overwrites the one befo
 tensor that `resize_` enlarges if a tile does not fit.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 NUMBERS = {"cpu": 2**19}

@@ -18,6 +18,8 @@ class Needs(Flag):
     """The exact queries."""
     ROPE = auto()
     """Rotary position embeddings."""
+    UNROTATED_KEYS = auto()
+    """Keys before their rotation, if the model rotates them."""
     FORWARD = auto()
     """Hidden states of all tokens that it scores: it cannot score them again in later forwards."""
     HIDDEN_STATES = auto()

@@ -174,7 +174,7 @@ def test_a_bias_on_logits_is_no_padding(package):
 
 
 @both
-@pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1], []])
+@pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1]])
 def test_a_ratio_for_each_layer_and_no_more(package, ratios):
     model, press = build("llama"), package.PerLayerCompressionPress(package.KnormPress(), ratios)
     before, refused = snapshot(model), pytest.raises(PressError, match=f"{len(ratios)} .* 2 layers")

@@ -226,7 +226,8 @@ def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, na
 @pytest.mark.parametrize(("length", "n"), [(1, 1), (4, 2), (8, 4), (12, 6)])
 def test_a_template_and_sinks_are_kept_before_all_else(package, name, n_prefix, length, n):
     """In all heads alike; where a context ends within the template, its last token is repeated."""
-    of_layer, prompts = n_prefix > 0, replace(PROMPTS, n_prefix=n_prefix)
+    prefix = token_ids(1, length)[0, :n_prefix].tolist()
+    of_layer, prompts = n_prefix > 0, replace(PROMPTS, prefix=prefix)
     press = getattr(package, name)(0.5, of_layer, n_sink=6 - n_prefix, prompts=prompts)
     cache = filled(build("llama", num_layers=2), press, token_ids(1, length))
     assert all(head == [*range(n)] for ((*heads,),) in held(cache) for head in heads)

@@ -64,9 +64,41 @@ def test_a_layer_may_hold_the_state_of_a_linear_attention_too(package, name, pad
     runs_alike(model, PRESSES[name](package), padding)
 
 
+@pytest.mark.usefixtures("not_compiled")
+@in_turn("name, padding", ["queries", "decoding"], [0, 6])
+def test_a_block_mask_covers_empty_slots(package, name, padding):
+    model = build("llama", attn_implementation="flex_attention")
+    runs_alike(model, PRESSES[name](package), padding)
+
+
+@pytest.mark.skipif("gemma4_text" not in decoders(), reason="this transformers has no Gemma-4")
+def test_layers_read_a_buffer_as_it_was_before_another_layer_was_pruned(package):
+    model = build_tiny(decoders()["gemma4_text"])
+    press = package.DecodingPress(package.StreamingLLMPress(), 2, target_size=10)
+    caches = DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=48)
+    found = [run(model, press, cache, 0) for cache in caches]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_keys_of_padding_may_be_zeros(package):
+    model = build("llama")
+    torch.nn.init.zeros_(model.get_input_embeddings().weight[0])
+    runs_alike(model, PRESSES["keys"](package), 6)
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_generate_builds_block_masks(package):
+    in_generate(package, "streaming", 6, "flex_attention")
+
+
 @in_turn("name, padding", PRESSES, [0, 6])
 def test_generate_builds_a_mask_that_may_be_as_wide_as_one_over_all_tokens(package, name, padding):
-    model, (ids, mask, _) = build("llama"), left_padded(2, 20, [padding, 0])
+    in_generate(package, name, padding, "sdpa")
+
+
+def in_generate(package, name, padding, attention):
+    model = build("llama", attn_implementation=attention)
+    ids, mask, _ = left_padded(2, 20, [padding, 0])
     caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)
     given = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with PRESSES[name](package)(model):
@@ -74,6 +106,7 @@ def test_generate_builds_a_mask_that_may_be_as_wide_as_one_over_all_tokens(packa
             model.generate(ids, attention_mask=mask, past_key_values=c, **given) for c in caches
         ]
     assert torch.equal(*found)
+    torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
 def test_a_layer_is_helped_once_in_two_scopes():
@@ -88,6 +121,7 @@ def test_a_layer_is_helped_once_in_two_scopes():
     "opened",
     [
         lambda p: [PRESSES["layers"](p), p.KnormPress(0.3)],
+        lambda p: [PRESSES["heads"](p), p.KnormPress(0.3)],
         lambda p: [
             p.EveryTurnPress(p.KnormPress(), target_size=24),
             p.PerLayerCompressionPress(p.KnormPress(), [0.2, 0.5]),
@@ -113,6 +147,19 @@ def test_layers_that_were_pruned_at_different_times(package, opened, n_hidden):
                 given = {"attention_mask": mask, "past_key_values": cache}
                 logits.append(model(token_ids(1, n, seed), **given).logits)
     torch.testing.assert_close(logits[6:], logits[:6], rtol=0, atol=1e-9)
+
+
+def test_a_buffer_is_replaced_by_a_part_of_itself():
+    class Latest(hooks_impl.BasePress):
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, 4:], values[:, :, 4:]
+
+    model, found = build("llama", num_heads=2, num_kv_heads=1), []
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=48)):
+        with Latest()(model), hooks_impl.KnormPress(0.5)(model):
+            model(token_ids(1, 40), past_key_values=cache)
+        found.append(cache.layers[0].states())
+    assert all(map(torch.equal, *found))
 
 
 @both

@@ -1,7 +1,5 @@
 """The layers of a `transformers` cache: which of them can be pruned, and what they store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,8 +150,14 @@ def _lengths(layer: Any) -> Tensor:
     pruned = as_pruned(layer)
     if pruned is not None:
         return pruned.lengths()
-    n = min(layer.keys.shape[2], int(layer.get_seq_length()))
-    return torch.full(layer.keys.shape[:2], n, device=layer.keys.device)
+    keys = _keys_of(layer)
+    n = min(keys.shape[2], int(layer.get_seq_length()))
+    return torch.full(keys.shape[:2], n, device=keys.device)
+
+
+def _keys_of(layer: Any) -> Tensor:
+    """The stored keys `(B, H_kv, S, d)` of a layer that no press can prune."""
+    return layer.keys if layer.keys.dim() == 4 else layer._quantized_keys[0]
 
 
 def _positions(layer: Any, index: int) -> Tensor:
@@ -169,7 +173,7 @@ def _positions(layer: Any, index: int) -> Tensor:
             )
         return found
     seen = int(layer.get_seq_length())
-    first = seen - min(layer.keys.shape[2], seen)
+    first = seen - min(_keys_of(layer).shape[2], seen)
     return torch.arange(first, seen, device=layer.keys.device).view(1, 1, -1)
 
 

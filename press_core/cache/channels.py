@@ -1,7 +1,5 @@
 """A cache layer that stores only some channels of pruned keys, and all channels of new keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ caller's mask would be applied to the wrong keys, these checks find it on the ca
 instead of letting the model compute wrong outputs. Nothing on the stack is changed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from types import FrameType

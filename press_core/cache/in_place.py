@@ -1,7 +1,5 @@
 """Layers in formats that only the attention functions of this library can read, in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Static and quantized layers are registered by `press_core.running`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import cache_utils

@@ -5,8 +5,6 @@
 (flash) or a `BlockMask` (flex).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -17,10 +15,8 @@ from press_core.errors import UnsupportedInputError
 
 
 def is_visible(mask: Tensor) -> Tensor:
-    """Which entries of a bool, integer or additive float mask are not masked out, bool."""
-    if mask.dtype == torch.bool:
-        return mask
-    if not mask.is_floating_point():
+    """Which entries of a 2-d, bool, integer or additive float mask are not masked out, bool."""
+    if mask.dim() == 2 or not mask.is_floating_point():
         return mask.bool()
     return mask > torch.finfo(mask.dtype).min / 2
 
@@ -129,7 +125,7 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     """
     if mask is None:
         return None
-    _refuse_bias(mask)
+    refuse_bias(mask)
     visible = visible_tokens(mask, length, batch)
     tokens = torch.ones(batch, length, dtype=torch.bool) if visible is None else visible
     n_visible = tokens.sum(dim=-1)
@@ -146,7 +142,12 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     return visible
 
 
-def _refuse_bias(mask: Any) -> None:
+def refuse_bias(mask: Any) -> None:
+    """Raise if a mask adds something to the logits of tokens that it does not hide.
+
+    Raises:
+        UnsupportedInputError: if so.
+    """
     if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.dim() == 2:
         return
     if bool(((mask != 0) & is_visible(mask)).any()):

@@ -1,7 +1,5 @@
 """The positions that a layer's keys are rotated to, and the tokens that its rows have seen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -89,7 +87,7 @@ def first_position(ids: Tensor | None, mask: Any, layer: PrunedLayer, n_tokens: 
     if ids is None:
         return torch.tensor([int(layer.get_seq_length())], device=layer.device)
     ids = ids if ids.dim() == 2 else ids[0]
-    real = visible_tokens(mask, n_tokens, len(ids))
+    real = visible_tokens(mask, n_tokens, layer.batch)
     if real is None:
         return ids[:, 0]
     # With one token of padding, positions that do not count it are consecutive, too.

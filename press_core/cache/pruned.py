@@ -233,6 +233,13 @@ class PrunedLayer(DynamicLayer):
         inner.keys, inner.values = keys, values
         return type(self)(inner)
 
+    def beginning(self, keys: Tensor, values: Tensor) -> PrunedLayer:
+        """A layer of the same kind that shares no storage with this one; see `holding`."""
+        return self.holding(keys, values)
+
+    def stop_sharing(self) -> None:
+        """Let changes in place leave the states alone that `update` has returned."""
+
     def check_stores(self, kept: Uneven) -> None:
         """Raise if this kind of layer cannot store what the press keeps.
 

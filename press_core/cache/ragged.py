@@ -299,6 +299,6 @@ def no_recent(keys: Tensor, values: Tensor, like: PrunedLayer | None = None) -> 
         like: see `RaggedLayer.of`.
     """
     ahead = [x.new_zeros(*x.shape[:2], RESERVED, x.shape[-1]) for x in (keys, values)]
-    layer = (like or PrunedLayer(DynamicLayer())).holding(*ahead)
+    layer = (like or PrunedLayer(DynamicLayer())).beginning(*ahead)
     layer.kept = Kept(n_slots=RESERVED)
     return layer

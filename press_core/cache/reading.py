@@ -1,11 +1,10 @@
 """Reading pruned layers: the masks and positions that a forward over them needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.masks import (
@@ -16,6 +15,7 @@ from press_core.cache.masks import (
     in_form,
     is_visible,
     one_for_all_heads,
+    refuse_bias,
     visible_tokens,
     without_first,
 )
@@ -27,7 +27,7 @@ from press_core.forward import Arguments, Forward, OneMask
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
-BUILT_FOR_SLOTS = "built for slots"
+BUILT_FOR_SLOTS, HIDDEN_CONTEXT = "built for slots", "hidden context"
 
 # ---- once per forward ----------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ def hidden_context(forward: Forward) -> Tensor | None:
     Returns:
         `(1 or B, 1 or H, 1 or q, n_seen)` bool; None: all except padding.
     """
-    return forward.once(lambda: _hidden_context(forward), "hidden context")
+    return forward.once(lambda: _hidden_context(forward), HIDDEN_CONTEXT)
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:
@@ -144,6 +144,8 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
+    if not torch.compiler.is_compiling() and not is_built_for_slots(forward):
+        refuse_bias(mask)
     first, kept = layers[0], layers[0].kept
     if mask.dim() == 2:
         of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens
@@ -230,9 +232,13 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
     Args:
         n_filled: number of slots that were filled then.
     """
-    mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
+    n, mask = forward.n_tokens, forward.given.get("attention_mask")
+    forward.notes[BUILT_FOR_SLOTS] = False
     newest = for_full_attention(mask)
-    newest = None if newest is None else newest[..., n_filled : n_filled + forward.n_tokens]
+    if isinstance(newest, BlockMask):
+        newest = columns_from(newest, n, n_filled, n)
+    elif newest is not None:
+        newest = newest[..., n_filled : n_filled + n]
     newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
     return forward.given.replace(attention_mask=newest)
 

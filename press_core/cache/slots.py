@@ -1,15 +1,14 @@
 """Slots of pruned layers: which hold tokens, and what it takes to read them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.caches import columns_of, mask_layer
 from press_core.cache.kinds import as_pruned
-from press_core.cache.masks import visible_tokens
+from press_core.cache.masks import columns_from, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Forward
@@ -74,8 +73,14 @@ def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
     """A mask without the columns of slots that are still empty after `n_new` more tokens."""
     columns = layer.columns(n_new)
     n_empty = columns - layer.n_old - layer.n_recent - n_new
-    fits = isinstance(mask, Tensor) and mask.shape[-1] in (columns, columns - layer.n_old)
-    return mask[..., :-n_empty] if n_empty > 0 and fits else mask
+    if n_empty <= 0 or not isinstance(mask, (Tensor, BlockMask)):
+        return mask
+    width = mask.shape[-1] if isinstance(mask, Tensor) else mask.seq_lengths[1]
+    if width not in (columns, columns - layer.n_old):
+        return mask
+    if isinstance(mask, BlockMask):
+        return columns_from(mask, mask.seq_lengths[0], 0, width - n_empty)
+    return mask[..., :-n_empty]
 
 
 def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:

@@ -1,7 +1,5 @@
 """Which tokens a layer has seen and which it keeps: metadata that all pruned layers share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum, Flag, auto

@@ -1,7 +1,5 @@
 """Writing cache layers: stores what a press keeps of a layer. Nothing else replaces layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

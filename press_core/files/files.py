@@ -4,8 +4,6 @@ Files are written atomically and never replace other kinds of files. A cache lay
 states and metadata, but without what depends on scopes: how to read it, and their memories.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@ cache = load_cache("context.safetensors", model)
 ```
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A press that needs a calibration has a field for a `Calibration`, for its path o
 None: it is then looked for beside the model, or on the hub.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

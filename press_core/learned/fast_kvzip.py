@@ -1,7 +1,5 @@
 """Fast KVzip (Kim et al., arXiv 2601.17668): learned gates that predict KVzip's scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """KVzap (Jégou and Jeblick, arXiv 2601.07891): a regressor predicts scores from hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LU-KV (Tang et al., arXiv 2602.08585): head budgets from the measured utility of their keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

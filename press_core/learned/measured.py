@@ -5,8 +5,6 @@ Expected attention (arXiv 2510.00636) uses statistics of the queries, Q-Filters 
 much each head retrieves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
@@ -181,7 +179,9 @@ class QFilter(RatioScorer, LearnedPress):
     independent = True
 
     def hub_id(self, model_name: str) -> str:
-        return f"nthngdy/{model_name.split('/')[-1]}_qfilt"
+        name = model_name.split("/")[-1]  # only one is published with the older name
+        name = name if "405B" in name else name.replace("Meta-Llama", "Llama")
+        return f"nthngdy/{name}_qfilt"
 
     def score(self, call: AttentionCall) -> Tensor:
         """`-⟨k, f⟩`: the expected logit of each key up to a factor, `(B, H_kv, S)` float32."""

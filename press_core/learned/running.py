@@ -1,7 +1,5 @@
 """Running a model to calibrate presses: means over texts, and scores learned from hidden states."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finding the decoder of a model, its last layer, its device and its tokenizer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Graphs that torch.compile has made of a model, and that miss hooks registered since."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial

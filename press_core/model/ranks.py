@@ -1,7 +1,5 @@
 """The tensor-parallel ranks that share the heads of an attention module."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +33,13 @@ class HeadGroup:
             return x
         return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
-    def mean(self, value: float) -> float:
-        """The mean over the ranks."""
+    def mean(self, value: float, device: torch.device) -> float:
+        """The mean over the ranks, which exchange it on `device`, where their backend can."""
         if self.process_group is None:
             return value
-        return float(self.gather(torch.tensor([[value]], dtype=torch.float64)).mean())
+        return float(
+            self.gather(torch.tensor([[value]], dtype=torch.float64, device=device)).mean()
+        )
 
 
 def ranks_of(model: nn.Module) -> HeadGroup:

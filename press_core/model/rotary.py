@@ -5,8 +5,6 @@ which precision. Calling the function of the modeling module reproduces the mode
 function is linear in the cosines and sines, which gives the inverse and the average of rotations.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,6 +189,8 @@ def _twin(module: nn.Module) -> nn.Module:
     twin = object.__new__(type(module))  # deepcopy would also copy its config
     own = vars(module).items()
     vars(twin).update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in own})
+    if "_hf_hook" in vars(twin):  # accelerate's `forward` would run the other module
+        vars(twin).pop("forward", None)
     buffers = twin._buffers.items()
     twin._buffers = {k: None if v is None else v.clone() for k, v in buffers}
     return twin

@@ -1,7 +1,5 @@
 """One `AttentionSite` per attention module of a model; the probe makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +18,7 @@ NEEDS = {
     "states": "the keys and values of each head",
     "key norms": "keys of different norms",
     "rope": "rotary position embeddings",
+    "unrotated keys": "keys before their rotation",
     "heads": "heads that can keep different numbers of tokens",
     "attention": "an attention function that can be replaced",
     "queries by hooks": "queries that a hook can observe",

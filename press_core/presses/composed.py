@@ -3,8 +3,6 @@
 ChunkKV (arXiv 2502.00299) is one of those that decide chunk by chunk or block by block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
@@ -129,7 +127,7 @@ class PerLayerCompression(Composition):
     )
     compression_ratios: Sequence[Amount] = limited(
         MISSING,
-        lambda x: isinstance(x, (list, tuple)) and all(map(is_amount, x)),
+        lambda x: isinstance(x, (list, tuple)) and len(x) > 0 and all(map(is_amount, x)),
         "numbers in [0, 1) or Tokens, one per layer",
     )
 

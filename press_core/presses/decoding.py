@@ -3,8 +3,6 @@
 H2O (Zhang et al., arXiv 2306.14048) prunes after every step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 

@@ -1,7 +1,5 @@
 """FINCH (Corallo and Papotti, TACL 2024): the question at the end of the prompt scores keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +35,14 @@ class Finch(RatioPress):
             scores of the whole prompt. None: all tokens compete.
         normalize_scores: multiply the attention of each query by the number of keys before it.
         rerotate_keys: rotate kept keys to the positions `0 ... n - 1`.
-        delimiter_token_id: id of the delimiter; see `update_model_and_tokenizer`.
+        delimiter_token_id, delimiter_token: the delimiter; see `update_model_and_tokenizer`.
     """
 
     chunk_length: int | None = count(None, 1)
     normalize_scores: bool = True
     rerotate_keys: bool = True
     delimiter_token_id: int | None = None
+    delimiter_token: str | None = None
 
     phases = Phase.PREFILL | Phase.BEFORE_DECODER
     row_by_row = True
@@ -56,7 +55,7 @@ class Finch(RatioPress):
     def update_model_and_tokenizer(
         self, model: Any, tokenizer: Any, delimiter_token: str = "<|finch_sep|>"
     ) -> Any:
-        """Add the delimiter to `tokenizer` and store its id in this press; `model` is not changed.
+        """Add the delimiter to `tokenizer` and store it in this press; `model` is not changed.
 
         Args:
             model: not used; kvpress has the parameter.
@@ -65,7 +64,9 @@ class Finch(RatioPress):
         Returns:
             The tokenizer.
         """
-        tokenizer.add_special_tokens({"additional_special_tokens": [delimiter_token]})
+        if delimiter_token not in tokenizer.get_vocab():
+            tokenizer.add_tokens([delimiter_token], special_tokens=True)
+        self.delimiter_token = delimiter_token
         self.delimiter_token_id = tokenizer.convert_tokens_to_ids(delimiter_token)
         return tokenizer
 
@@ -94,7 +95,8 @@ class Finch(RatioPress):
             delimiters = self._delimiters(ids, mask)
             forward.notes["questions"] = ids.shape[1] - 1 - delimiters
             return _without_delimiter(given, delimiters, 0)
-        seen = max(int(getattr(x, "n_seen", 0) or x.get_seq_length()) for x in cache.layers)
+        layers = [x for x in cache.layers if hasattr(x, "get_seq_length")]
+        seen = max(int(getattr(x, "n_seen", 0) or x.get_seq_length()) for x in layers)
         counted = seen + forward.n_tokens + 1
         ids = given.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2:

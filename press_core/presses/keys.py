@@ -7,8 +7,6 @@ All presses here but ThinK have the field `compression_ratio`: the share of the 
 head evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,6 +124,8 @@ class LeverageScore(RatioScorer):
     """
 
     sketch_dimension: int = count(48, 1)
+
+    needs = Needs.UNROTATED_KEYS
 
     def score(self, call: AttentionCall) -> Tensor:
         return leverage_scores(call.keys_before_rope(), self.sketch_dimension, call.site.layer_idx)
@@ -264,7 +264,7 @@ class Compactor(RatioScorer):
     sketch_dimension: int = count(48, 1)
     blending: float | None = count(None, of="a number, ")
 
-    needs = Needs.QUERIES
+    needs = Needs.QUERIES | Needs.UNROTATED_KEYS
     whole_up_to = "sink_size_start", "sink_size_end"
 
     def score(self, call: AttentionCall) -> Tensor:

@@ -8,8 +8,6 @@ All presses here have the field `compression_ratio`: the share of the tokens tha
 evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite

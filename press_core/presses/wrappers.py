@@ -6,8 +6,6 @@ threshold, after a delay. CaM (Zhang et al., ICML 2024, openreview LCTmppB165), 
 after ToMe (2210.09461) and D2O (2406.13035), merge values of evicted tokens into kept ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +22,7 @@ from press_core.presses.positions import layer_generator, seed_field
 from press_core.scoring import Around, BudgetPress, TokenScorer, Wrapper
 from press_core.select import best_first, gather_tokens, raised, trailing, true_indices, upcast
 from press_core.tiles import rows_at_once
-from press_core.traits import Evicts, Phase
+from press_core.traits import Evicts, Needs, Phase
 
 
 @dataclass
@@ -70,6 +68,10 @@ class Critical(Wrapper):
 
     epsilon: float = number(1e-4, 0)
     first_stage_ratio: float = share(0.5)
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs & ~Needs.ONLY  # it reads values, whatever the wrapped press reads
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
@@ -198,6 +200,10 @@ class DMS(Around):
     def phases(self) -> Phase:
         return Phase.PREFILL | Phase.DECODING if self.decoding else Phase.PREFILL
 
+    def is_long_enough(self, length: int) -> bool:
+        fits = self.decoding or length > self.sliding_window_size
+        return fits and super().is_long_enough(length)
+
     def keeps(self, length: int) -> int:
         return 1 if self.is_long_enough(length) else length  # at least 1; the threshold decides
 
@@ -233,6 +239,10 @@ class Merging(Wrapper, BudgetPress):
 
     similarity_threshold: float = share(0.0)
     merge_fraction: float = limited(1.0, lambda x: 0 < x <= 1, "a number in (0, 1]")
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs & ~Needs.ONLY  # it reads keys and values
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         chosen = best_first(self.scorer.checked_scores(call), n)
@@ -323,10 +333,11 @@ class CAM(Accumulating, Decoding):
         scores = scorer.checked_scores(call.with_budget(n)).mean(dim=1, keepdim=True)
         chosen = best_first(scores, n).expand(call.keys.shape[:3])
         n_merged = min(call.when.n_steps, call.length - n)
-        merged = best_first(scores.masked_fill(chosen[:, :1], float("-inf")), n_merged)
+        evicted = true_indices(~chosen[:, :1])
+        best = true_indices(best_first(scores.gather(-1, evicted), n_merged))
+        merged = evicted.gather(-1, best).expand(-1, chosen.shape[1], -1)
         eviction = Eviction.keep(call, true_indices(chosen))
-        values = self.merged(eviction, true_indices(merged.expand_as(chosen)))
-        return replace(eviction, values=values)
+        return replace(eviction, values=self.merged(eviction, merged))
 
     def merged(self, kept: Eviction, evicted: Tensor) -> Tensor:
         """The kept values with evicted ones merged into them, `(B, H_kv, n, d)`.

@@ -10,8 +10,6 @@ The run uses a separate cache and takes place once per class and configuration o
 is patched for it; the random generators and the attributes of modules are restored afterwards.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Sequence
@@ -103,7 +101,9 @@ def _kind_of(model: Any) -> str:
     modules = watching.layers_of(model)
     configs = [getattr(x, "config", None) for x in (model, *(module for _, module in modules))]
     apart = {id(config): config for config in configs if config is not None}.values()
-    described = [config.to_json_string(use_diff=False) for config in apart]
+    described = [
+        x.to_json_string(use_diff=False) if hasattr(x, "to_json_string") else repr(x) for x in apart
+    ]
     for name, module in modules:
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", "")
         children = {n: type(child).__name__ for n, child in module.named_children()}
@@ -251,7 +251,7 @@ def _again(
     hidden_from: dict[str, Any] = {}
 
     def before(site: AttentionSite, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not current.is_apart:  # a forward of another thread
+        if current.left_out != "all":  # a forward of another thread
             return None
         given = Arguments(args, kwargs, site.signature.parameters)
         hidden_from[site.name] = given.get("attention_mask")

@@ -160,7 +160,9 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
 def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
     """`facts` with the rotation, and with the query source for hooks."""
     rotary, why = rotation_of(seen, watch)
-    facts = facts.refused(f"{name} {why}", "rope") if why else facts
+    if why:
+        rotates = not _ignores_positions(seen, watch)
+        facts = facts.refused(f"{name} {why}", "rope", *(["unrotated keys"] if rotates else []))
     embedding = None if rotary is None else rotary.embedding
     names = {module: name for name, module in watch.model.named_modules()}
     site = replace(facts.site, rotary=rotary)
@@ -220,7 +222,8 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
         takes = any(made.dim() == 3 for _, made, _ in watch.makers)
         if "position_embeddings" in seen.parameters and takes and _ignores_positions(seen, watch):
             return NoRotation(), ""  # other layers of the model rotate
-        why = "rotates where the probe cannot see it" if takes else "has none"
+        rotates = takes or not _ignores_positions(seen, watch)
+        why = "rotates where the probe cannot see it" if rotates else "has none"
         return None, f"{why}; SnapKVPress and KnormPress do not need them"
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
     if not pair or given[0].dim() != 3:
@@ -248,10 +251,14 @@ def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
 
 def _ignores_positions(seen: Seen, watch: Watch) -> bool:
     """Whether a module makes equal keys of equal tokens at different positions."""
-    states = seen.arguments.get("hidden_states")
-    if not isinstance(states, Tensor):
+    given = seen.arguments
+    names = ["hidden_states"] if "hidden_states" in given else [*given]
+    states = {n: given[n] for n in names if isinstance(given[n], Tensor) and given[n].dim() == 3}
+    try:
+        same = {name: x[:, :1].expand_as(x) for name, x in states.items()}
+        keys = watch.again(seen, **same).key
+    except Exception:  # the module runs in its place alone
         return False
-    keys = watch.again(seen, hidden_states=states[:, :1].expand_as(states)).key
     return close(keys, keys[:, :, :1].expand_as(keys))
 
 

@@ -4,8 +4,6 @@ Nothing is patched or hooked: a `sys.setprofile` function, which is called for e
 Python function in this thread, records them and is removed afterwards. No press takes part.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading
@@ -261,6 +259,8 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, attributes, buffers in saved:
+                for name in values_of(module).keys() - attributes.keys():
+                    vars(module).pop(name, None)
                 vars(module).update(attributes)
                 for name, (buffer, before) in buffers.items():
                     module._buffers[name] = buffer

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, ClassVar
 
 import torch
@@ -45,13 +46,14 @@ class RepeatPrompts:
             appended to it.
         suffix: tokens between the prompt and the repeated chunk, such as the end of a chat
             template's user turn.
-        n_prefix: number of first tokens of a context that belong to the chat template.
+        prefix: tokens before a context in the chat template; as far as a context begins with them,
+            they are always kept, and not repeated.
     """
 
     first: Sequence[int]
     following: Sequence[int]
     suffix: Sequence[int] = ()
-    n_prefix: int = 0
+    prefix: Sequence[int] = ()
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> RepeatPrompts:
@@ -62,17 +64,21 @@ class RepeatPrompts:
 
         if not getattr(tokenizer, "chat_template", None):
             return cls(ids(FIRST), ids(NEXT), ids("\n"))
-        content = "the context"
+        content = "<<the context>>"
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": content}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,
         )
-        before, after = text.split(content, 1)
-        return cls(ids(FIRST), ids(NEXT), ids(after), len(ids(before)))
+        before, _, after = text.partition(content)
+        return cls(ids(FIRST), ids(NEXT), ids(after), ids(before))
 
     def replays(self, context: Tensor, chunk_size: int) -> Replays:
         """The tokens to run for each chunk of `context` `(S,)`: prompt, suffix and the chunk."""
         previous: list[int] | None = None
-        n_before = min(self.n_prefix, len(context) - 1)  # leaves at least one token to repeat
+        both = zip(context[:-1].tolist(), self.prefix, strict=False)  # leaves a token to repeat
+        n_before = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         for start in range(n_before, len(context), chunk_size):
             chunk = context[start : start + chunk_size].tolist()
             prompt = self.first if previous is None else [*self.following, *previous]

@@ -8,8 +8,6 @@ KVCompose (Akulov et al., arXiv 2509.05165) replays the context unchanged, align
 tokens, and lets the layers compete for the budget.
 """
 
-from __future__ import annotations
-
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -32,7 +30,7 @@ from press_core.engine import require_readable, store_decisions
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
 from press_core.eviction import Eviction
 from press_core.fields import count
-from press_core.forward import Arguments, Forward, cache_after, cache_of, with_cache
+from press_core.forward import Arguments, Forward, cache_after, cache_of, current, with_cache
 from press_core.model.decoder import has_encoder
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
@@ -97,7 +95,8 @@ class Row:
         cache = self.alone() if cache is None else cache
         decoder = self.scope.decoder
         cached = {**with_cache(decoder, cache), "position_ids": positions[None]}
-        return decoder(**inputs, **cached, use_cache=True)
+        with current.apart("pruning"):
+            return decoder(**inputs, **cached, use_cache=True)
 
 
 States = tuple[Tensor, Tensor]
@@ -195,6 +194,8 @@ class ReplayPress(RatioPress, InstalledPress):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
             decided.append(self.decide(Row(scope, cache, index, own, slots, following[index])))
+        if all(bool(kept.all()) and not joins for kept, joins in decided):
+            return  # layers that lose nothing stay as they are
         for depth, site in enumerate(scope.sites):
             chosen = [kept[depth] for kept, _ in decided]
             joining = [joins[depth] for _, joins in decided if joins]

@@ -4,8 +4,6 @@ The main path calls what is listed here, and names no file: without its entries,
 deleted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from press_core.call import AttentionCall

@@ -4,8 +4,6 @@ A prefill chunk looks like a follow-up question; only the caller knows which it 
 recognized: `prefill` below, and `generate(prefill_chunk_size=n)` by its stack frame.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Models that torch.compile has compiled: forwards in which a press acts run eagerly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

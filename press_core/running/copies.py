@@ -1,7 +1,5 @@
 """Hooks that are not copied with their model: copies made inside a scope are clean."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from press_core.forward import current

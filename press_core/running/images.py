@@ -1,7 +1,5 @@
 """Images: attention within an image is bidirectional in some models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Quantized caches: a press sees exact keys, and the kept ones are quantized afterwards."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

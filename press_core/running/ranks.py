@@ -5,8 +5,6 @@ that any press decides as in a single process, the ranks gather the calls of all
 makes the same decision, and each stores its own heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

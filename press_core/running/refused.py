@@ -3,8 +3,6 @@
 All but the drafts of `is_early_exit`, which scopes leave alone, raise an error with advice.
 """
 
-from __future__ import annotations
-
 import torch
 from torch._C._functorch import is_batchedtensor
 from transformers.cache_utils import Cache

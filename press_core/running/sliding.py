@@ -1,7 +1,5 @@
 """Caches made without a config, in models with sliding-window layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer

@@ -6,8 +6,7 @@ to write to, and as an int, to raise when the buffer is full. A compiled step on
 device alone, unless it asks for the int, and leaves the error to the device.
 """
 
-from __future__ import annotations
-
+from copy import copy
 from typing import Any
 
 import torch
@@ -82,7 +81,9 @@ class Buffer:
         n = keys.shape[2]
         self._count(n)
         self.filled.fill_(n)
-        self.keys[:, :, :n], self.values[:, :, :n] = keys, values
+        for own, given in ((self.keys, keys), (self.values, values)):
+            is_part = given.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            own[:, :, :n] = given.clone() if is_part else given
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append states; returns the whole buffers.
@@ -113,6 +114,15 @@ class Buffer:
         stay_in_place(self.keys, self.values)
 
 
+def _filled(layer: Any) -> Any:
+    """Number of filled slots of a `StaticLayer`."""
+    if hasattr(layer, "cumulative_length") or not layer.is_initialized:
+        return layer.get_seq_length()
+    # transformers 5.2 counts keys of the first row that are not zero, as those of padding may be.
+    filled = layer.keys[:, 0].any(dim=-1).any(dim=0)
+    return (filled * torch.arange(1, len(filled) + 1, device=filled.device)).max()
+
+
 class PrunedStaticLayer(PrunedLayer):
     """A pruned layer in a buffer; its lengths are tensors, as in static layers of `transformers`.
 
@@ -122,12 +132,12 @@ class PrunedStaticLayer(PrunedLayer):
     @property
     def n_slots(self) -> int:
         used = getattr(self.inner, "used", None)
-        return int(self.inner.get_seq_length()) if used is None else used
+        return int(_filled(self.inner)) if used is None else used
 
     @property
     def n_counted(self) -> Any:
         filled = getattr(self.inner, "filled", None)
-        filled = self.inner.get_seq_length() if filled is None else filled
+        filled = _filled(self.inner) if filled is None else filled
         return filled - self.kept.n_slots  # a new tensor: the model adds to the other in place
 
     @property
@@ -142,8 +152,17 @@ class PrunedStaticLayer(PrunedLayer):
         if isinstance(self.inner, Buffer) and keys.shape[2] <= self.max_cache_len:
             self.inner.fill(keys, values)  # in place, without allocating
             return type(self)(self.inner)
+        return self.beginning(keys, values)
+
+    def beginning(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         n_free, whole = self.max_cache_len - self.n_slots, self.get_max_length()
         return type(self)(self.buffer(keys, values, n_free, whole))
+
+    def stop_sharing(self) -> None:
+        if isinstance(self.inner, Buffer):
+            self.inner = copy(self.inner)
+            self.inner.keys, self.inner.values = self.keys.clone(), self.values.clone()
+            stay_in_place(self.inner.keys, self.inner.values)
 
     def buffer(self, *contents: Any) -> Buffer:
         """The new buffer that takes the place of the wrapped layer."""

@@ -114,7 +114,7 @@ def test_narrowed_calls_are_about_what_is_left(data):
     assert torch.equal(call.hidden_states, recorded.hidden_states[rows][:, tokens])
     assert torch.equal(call.key_positions().expand_as(left), left + begins[rows].view(-1, 1, 1))
     assert call.next_position.flatten().tolist() == (tokens[-1] + 1 + begins[rows]).tolist()
-    if selected:  # weights over other keys than those that are left
+    if budget is None:  # weights over other keys than those that are left
         assert call.attentions is None
     else:
         assert torch.equal(call.attentions, recorded.weights[rows][:, :, tokens][..., tokens])

@@ -92,11 +92,18 @@ def test_seeded_draws_do_not_depend_on_the_default_device():
         assert torch.equal(found.values, press.evict(call).values)
 
 
+class Marking(patch_impl.ScorerPress):
+    """Scores as Knorm, but for every fourth token, which is to be evicted first."""
+
+    def score(self, call):
+        scores = -call.keys.norm(dim=-1)
+        return scores.index_fill(-1, torch.arange(0, call.length, 4), float("-inf"))
+
+
 @pytest.mark.parametrize("merge_budget", [1, 3, 100])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cam_against_the_slow_reference(merge_budget, seed):
-    call = due(seed)
-    base = patch_impl.KnormPress()
+    call, base = due(seed), Marking()
     press = patch_impl.CAMPress(base, target_size=TARGET, merge_budget=merge_budget, seed=SEED)
     eviction = press.evict(call)
     numbers = uniform((KV_HEADS, STEPS), SEED, call.site.layer_idx, 2 * STEPS)
@@ -105,6 +112,7 @@ def test_cam_against_the_slow_reference(merge_budget, seed):
             sum(-float(call.keys[row, head, t].norm()) for head in range(KV_HEADS)) / KV_HEADS
             for t in range(LENGTH)
         ]
+        scores[::4] = [float("-inf")] * len(scores[::4])
         ranked = sorted(range(LENGTH), key=lambda t: -scores[t])
         kept, gone = sorted(ranked[:TARGET]), sorted(ranked[TARGET : TARGET + STEPS])
         for head in range(KV_HEADS):

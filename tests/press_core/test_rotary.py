@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.testbed.families import FAMILIES, NO_ROPE
@@ -63,8 +64,11 @@ def test_a_layer_of_its_own_kind_gets_its_own_frequencies():
     assert torch.equal(sin, given[1])
 
 
-def test_asking_for_far_positions_leaves_no_trace_on_the_model():
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_asking_for_far_positions_leaves_no_trace_on_the_model(dispatched):
     rotary = _llama_rotary(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    if dispatched:  # accelerate assigns it a forward
+        add_hook_to_module(rotary.embedding, ModelHook())
     x = torch.zeros(1, 8)
     before = copy.deepcopy(_state(rotary))
     near = rotary.embeddings(x, torch.arange(4)[None])

@@ -1,0 +1,232 @@
+"""Two features at once: what each does alone, they do together, or it is refused."""
+
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import hooks_impl
+from attention_patch import headwise
+from experiments.loading import load_model
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
+from experiments.testbed.recipes import DELIMITER
+from press_core import (
+    Phase,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    kept_lengths,
+    kept_positions,
+)
+from press_core.replay.kvzip import RepeatPrompts
+from tests.support import (
+    build,
+    context_for,
+    example_for,
+    filled,
+    held,
+    left_padded,
+    snapshot,
+    token_ids,
+)
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def test_a_later_mask_that_adds_to_logits_is_refused(package):
+    """Also one whose least number is not its dtype's."""
+    model, cache = build("llama"), DynamicCache()
+    hidden = ~torch.ones(4, 24, dtype=torch.bool).tril(20)
+    mask = torch.zeros(1, 1, 4, 24).masked_fill(hidden, -1e9)
+    given = {"position_ids": torch.arange(20, 24)[None], "past_key_values": cache}
+    with package.KnormPress(0.5)(model):
+        model(token_ids(1, 20), past_key_values=cache)
+        with pytest.raises(UnsupportedInputError, match="adds"):
+            model(token_ids(1, 4), attention_mask=mask, **given)
+
+
+def test_a_mask_of_floats_over_tokens_hides_padding(package):
+    model, logits = build("llama"), []
+    ids, mask, positions = left_padded(2, 20, [6, 0])
+    longer = torch.cat((mask, torch.ones_like(mask[:, :3])), dim=1)
+    for dtype in (torch.long, torch.float32):
+        cache, given = DynamicCache(), {"position_ids": positions}
+        with package.StreamingLLMDecodingPress(max_capacity=12)(model):
+            model(ids, attention_mask=mask.to(dtype), past_key_values=cache, **given)
+            given = {"position_ids": (longer.cumsum(-1) - 1)[:, -3:], "past_key_values": cache}
+            given["attention_mask"] = longer.to(dtype)
+            logits.append(model(token_ids(2, 3), **given).logits)
+    assert torch.equal(*logits)
+
+
+def test_positions_of_one_row_may_stand_for_all(package):
+    model, logits, mask = build("llama"), [], torch.ones(2, 24, dtype=torch.long)
+    mask[0, 20] = 0
+    for rows in (1, 2):
+        positions, cache = torch.arange(20, 24).expand(rows, -1), DynamicCache()
+        given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        with package.StreamingLLMDecodingPress(max_capacity=12)(model):
+            model(token_ids(2, 20), past_key_values=cache)
+            logits.append(model(token_ids(2, 4), **given).logits)
+    assert torch.equal(*logits)
+
+
+def test_a_mask_that_hides_tokens_is_read_anew_once_a_scope_has_pruned(package):
+    model, cache = build("llama"), DynamicCache()
+    with package.KnormPress(0.5)(model), package.StreamingLLMDecodingPress(16)(model):
+        model(token_ids(1, 40), past_key_values=cache)
+        for n in (41, 42):
+            mask = torch.ones(1, n, dtype=torch.long)
+            mask[0, 5] = 0
+            model(token_ids(1, 1), past_key_values=cache, attention_mask=mask)
+    assert kept_lengths(cache)[0].tolist() == [[17, 17]]
+
+
+# ---- presses in each other and beside each other -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["KVComposePress", "KVzipPress"])
+def test_a_press_that_decodes_takes_no_part_in_a_replay(package, name):
+    model, ids, found = build("llama"), token_ids(1, 100), []
+    beside = package.StreamingLLMDecodingPress(60)
+    for opens in (nullcontext(), beside(model)):
+        cache = DynamicCache(config=model.config)
+        with opens, example_for(package, name, 0.5, model)(model):
+            model(ids, past_key_values=cache)
+        found.append(held(cache))
+    assert found[1] == found[0]
+    assert beside.compression_count == 0
+
+
+def test_chunks_are_alone_whatever_attention_returns(package):
+    press, found = package.ChunkPress(package.ObservedAttentionPress(0.5), 16), []
+    for attention in ("sdpa", "eager"):
+        model = build("llama", num_layers=1, attn_implementation=attention)
+        found.append(held(filled(model, press, token_ids(1, 60))))
+    assert found[1] == found[0]
+
+
+def test_a_press_of_ones_own_acts_before_a_forward():
+    class Window(hooks_impl.BasePress):
+        phases = Phase.BEFORE_DECODING
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, -8:], values[:, :, -8:]
+
+    model, cache = build("llama"), DynamicCache()
+    with Window()(model):
+        for n in (40, 1, 1):
+            model(token_ids(1, n), past_key_values=cache)
+    assert kept_lengths(cache)[0].tolist() == [[9, 9]]
+
+
+def test_a_ratio_that_is_set_in_a_scope_is_told_until_it_was_used(package):
+    model, press = build("llama"), package.AdaKVPress(package.KnormPress(0.5))
+    with press(model):
+        for ratio in (0.5, 0.75):
+            press.compression_ratio = ratio
+            assert press.compression_ratio == ratio
+            model(token_ids(1, 40))
+            assert press.compression_ratio == press.evicted_ratio == pytest.approx(ratio)
+        with pytest.raises(ValueError, match="compression_ratio"):
+            press.compression_ratio = 7
+    assert press.compression_count == 2
+
+
+@pytest.mark.parametrize("name", ["KVzipPress", "DMSPress"])
+def test_a_context_that_loses_nothing_is_decoded_outside_of_scopes(package, name):
+    model = build("llama")
+    press = package.DMSPress(package.KnormPress(), -4.0)  # with a window of 128 tokens
+    if name == "KVzipPress":
+        press = example_for(package, name, 0.5, model).with_budget(1000)
+    cache = filled(model, press, token_ids(1, 16))
+    assert kept_lengths(cache)[0].tolist() == [[16, 16]]
+    model(token_ids(1, 1), past_key_values=cache)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+after_5_2 = pytest.mark.skipif(
+    transformers.__version__.startswith("5.2."), reason="transformers 5.2 caches other states"
+)
+
+
+@after_5_2
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        ("deepseek_v3", lambda p: p.MergingPress(p.StreamingLLMPress(0.5))),
+        ("deepseek_v3", lambda p: p.CriticalKVPress(p.RandomPress(0.5))),
+        ("gptj", lambda p: p.LeverageScorePress(0.5)),
+    ],
+)
+def test_states_that_a_press_cannot_read_are_refused(package, family, make):
+    with pytest.raises(UnsupportedModelError, match=r"latents|rotat"):
+        make(package).register(build_tiny(decoders()[family]))
+
+
+@after_5_2
+def test_keys_that_no_model_rotates_are_unrotated(package):
+    for family in ("ctrl", "gpt2"):
+        package.LeverageScorePress(0.5).register(build_tiny(decoders()[family])).remove()
+
+
+@after_5_2
+def test_finch_decodes_beside_layers_without_a_length(package):
+    model = build_tiny(decoders()["jamba"])
+    cache = DynamicCache(config=model.config)
+    with package.FinchPress(0.5, rerotate_keys=False, delimiter_token_id=DELIMITER)(model):
+        model(context_for("FinchPress", 40), past_key_values=cache)
+        model(token_ids(1, 1), past_key_values=cache)
+
+
+def test_a_cache_that_no_press_prunes_is_told_and_left_alone():
+    quantized = getattr(transformers.cache_utils, "Fp8QuantizedLayer", None)
+    if quantized is None:
+        pytest.skip("this transformers has no cache in fp8")
+    model, cache = build("llama"), transformers.QuantizedCache("fp8", build("llama").config)
+    with ExitStack() as scope, torch.no_grad():
+        scope.enter_context(headwise(model))
+        model(token_ids(1, 8), past_key_values=cache)
+    assert kept_lengths(cache)[0].tolist() == [[8, 8]]
+    assert kept_positions(cache)[0].tolist() == [[[*range(8)]]]
+
+
+def test_a_model_of_anybodys_is_refused_in_words():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = {"n_layer": 1}
+    with pytest.raises(UnsupportedModelError):
+        hooks_impl.KnormPress(0.5).register(model)
+
+
+def test_a_probe_leaves_no_attribute_that_a_first_forward_sets():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": 8 * [1.0]}
+    rope |= {"long_factor": 8 * [2.0], "original_max_position_embeddings": 32}
+    config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    config |= {"num_attention_heads": 4, "max_position_embeddings": 64, "rope_parameters": rope}
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    before = snapshot(model)
+    hooks_impl.KnormPress(0.5).register(model).remove()
+    assert snapshot(model) == before
+
+
+# ---- chat templates ------------------------------------------------------------------------------
+
+
+def test_prompts_that_repeat_a_context_are_those_of_its_template(package):
+    """Without thinking; what comes before it is kept where it is there, and not elsewhere."""
+    model, tokenizer = load_model("facts-llama")
+    tokenizer.chat_template = "alice {{ messages[0].content }} bob{% if not enable_thinking %} tea"
+    tokenizer.chat_template += "{% endif %}"
+    prompts = RepeatPrompts.from_tokenizer(tokenizer)
+    ids = tokenizer.encode("alice bob tea", add_special_tokens=False)
+    assert (prompts.prefix, prompts.suffix) == (ids[:1], ids[1:])
+    press = package.KVzipPress(0.75, layerwise=True, n_sink=0, prompts=prompts)
+    context, always = token_ids(1, 40), []
+    for first in (ids[0], ids[1]):
+        context[0, 0] = first
+        cache = filled(model, press, context)
+        always.append(all(0 in head for layer in held(cache) for head in layer[0]))
+    assert always == [True, False]
