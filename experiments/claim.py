@@ -1,7 +1,5 @@
 """`python -m experiments claim NAME`: repeat one finding of the study in about a minute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +8,7 @@ import typer
 from experiments import UserError, load_experiments
 from experiments.framework.command import measured, progress_bar
 from experiments.framework.experiment import AnyExperiment, Finding
-from experiments.framework.manifest import MANIFEST
+from experiments.framework.manifest import MANIFEST, read_manifest
 from experiments.framework.results import read_parts
 
 
@@ -43,13 +41,16 @@ def command(
     """
     if not (results / MANIFEST).exists():
         raise UserError(f"{results} holds no study; run it in the repository, or give --results")
+    if model := read_manifest(results).model:
+        raise UserError(f"{results} studies {model}; claims are those of the shipped models")
     known = committed(results)
     if name is None:
         for anchor, (_, finding) in known.items():
             typer.echo(f"{anchor}: {finding.text.replace('**', '')}")
         return
     if name not in known:
-        raise UserError(f"{name!r} cannot be measured again; there are {', '.join(known)}")
+        listed = ", ".join(known) or "none yet"
+        raise UserError(f"{name!r} cannot be measured again; there are: {listed}")
     experiment, there = known[name]
     here, within = measured_again(experiment, there.name), experiment.claims[there.name].within
     agrees = abs(here.number - there.number) <= within + 1e-9

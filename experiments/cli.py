@@ -4,8 +4,6 @@ The modules behind the commands import torch, which would slow `--help` down, so
 only when its command is called.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module

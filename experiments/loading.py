@@ -1,7 +1,5 @@
 """Load the models that experiments run on: shipped with the repository, local or from the hub."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ SHIPPED: tuple[str, ...] = ("facts-llama", "stdlib-neox", "stdlib-neox-sink")
 _SHIPPED = f"a shipped model ({', '.join(SHIPPED)})"
 _MODELS = Path(__file__).parent / "models"
 _OF_THE_REPOSITORY = ("revision", "subfolder", "local_files_only", "trust_remote_code")
-"""Arguments of `from_pretrained` that are passed for the tokenizer too."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -60,14 +57,13 @@ def load_model(
     """
     given = {"dtype": dtype, "attn_implementation": attn_implementation, **model_kwargs}
     spread = {"device_map": "auto"} if device == "auto" else {}
-    shared = {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
     folder = local_folder(name)
     bars = logging.is_progress_bar_enabled()
     if folder is not None:  # local files load fast; only a download shows a progress bar
         logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder or name, **given, **spread)
-        tokenizer = AutoTokenizer.from_pretrained(folder or name, **shared)
+        tokenizer = AutoTokenizer.from_pretrained(folder or name, **of_the_repository(given))
     except Exception as error:
         if folder is None and isinstance(error, OSError):
             raise ModelNotFoundError(
@@ -82,6 +78,11 @@ def load_model(
             logging.enable_progress_bar()
     with refusing(f"cannot put the model on the device {device!r}", RuntimeError, AssertionError):
         return (model if spread or device is None else model.to(device)).eval(), tokenizer
+
+
+def of_the_repository(given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of `from_pretrained` that tokenizers and configurations take, too."""
+    return {name: given[name] for name in _OF_THE_REPOSITORY if name in given}
 
 
 def short_name(name: str) -> str:

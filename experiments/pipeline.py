@@ -12,8 +12,6 @@ Both do the same. Importing this module registers the pipeline `"kv-press-text-g
 `transformers`; no other module of this project does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +59,8 @@ class KVPressTextGenerationPipeline(Pipeline):
     ) -> Any:
         """Answer one question (`{"answer": ...}`) or several (`{"answers": [...]}`) per context.
 
-        Without a question the model continues the context: `{"answer": ...}`.
+        Without a question the model continues the context: `{"answer": ...}` for texts, `answers`
+        for mappings, generators and datasets.
         """
         if question is not None and questions is not None:
             raise UserError("both question and questions were given; give one of the two")

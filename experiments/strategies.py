@@ -15,8 +15,6 @@ def test_my_press_is_the_same_twice(case):
 Drawn values are small specifications, so a failing case prints as a few readable lines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial

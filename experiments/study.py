@@ -4,8 +4,6 @@ By default the study runs on the shipped models and on small ones with random we
 `--model` it runs on the user's model; `Experiment.on` says what each experiment does there.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

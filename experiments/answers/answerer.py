@@ -1,7 +1,5 @@
 """Answers to questions about contexts that were compressed with a press."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Cells of a sweep: one press at one ratio with one mechanism on one task, and its result."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`python -m experiments compress` and `ask`: compress a text, and ask questions about it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """A batch of contexts, compressed once, that can be continued many times."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,15 +60,17 @@ class Compressed:
         config, widths = self.model.generation_config, ("num_beams", "num_return_sequences")
         width = max(chosen(name, options, config) or 1 for name in widths)
         cache = independent_copy(self.cache)
-        if list(rows) != list(range(len(self.ids))):
-            cache.batch_select_indices(torch.tensor(rows, device=self.ids.device))
-        if width > 1:
-            cache.batch_repeat_interleave(width)
         seen = int(cache.get_seq_length())  # with rerotated keys, only the kept tokens count
         ids, mask = self.ids[rows, -seen:], self.mask[rows, -seen:]
         again = not new[0]
         following = ids[:, -1:] if again else torch.tensor(new, device=ids.device)
         mask = torch.cat((mask, torch.ones_like(following)), dim=1)
+        if list(rows) != list(range(len(self.ids))):
+            cache.reorder_cache(torch.tensor(rows, device=ids.device))
+        if seen < self.ids.shape[1] < seen + following.shape[1]:
+            self._run(following[:, :-1], mask[:, :-1], cache)
+        if width > 1:
+            cache.reorder_cache(torch.arange(len(rows), device=ids.device).repeat_interleave(width))
         arguments = {"attention_mask": mask, **with_cache(self.model, cache), **options}
         arguments["return_dict_in_generate"] = False  # overrides options and generation_config
         if again and not any(getattr(layer, "is_rerotated", False) for layer in cache.layers):
@@ -87,6 +87,13 @@ class Compressed:
         ended = [[*takewhile(lambda t: t not in ends, sequence)] for sequence in output.tolist()]
         n = len(ended) // len(rows)
         return [ended[start : start + n] for start in range(0, len(ended), n)]
+
+    def _run(self, ids: Tensor, mask: Tensor, cache: Cache) -> None:
+        """Run tokens alone: `generate` refuses more than a cache with rerotated keys has seen."""
+        positions = (mask.cumsum(dim=-1) - 1)[:, -ids.shape[1] :]
+        given = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        with torch.no_grad():
+            self.model(ids, **with_cache(self.model, cache), **given)
 
 
 @contextmanager
@@ -181,7 +188,8 @@ def independent_copy(cache: Any) -> Any:
 
 
 def _copied_layer(layer: Any) -> Any:
-    if isinstance(layer, RaggedLayer) or not isinstance(layer, DynamicLayer):
+    replaces = isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
+    if isinstance(layer, RaggedLayer) or not replaces:
         return copy.deepcopy(layer)  # these layers write to their tensors in place
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):

@@ -4,8 +4,6 @@ Every engine takes pieces of work and a function, and yields each piece with its
 finished. If a piece fails, its outcome is a `Failure`, and the others still run.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator

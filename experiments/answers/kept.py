@@ -4,8 +4,6 @@ The file is written by `press_core.save_cache`. Its notes hold what a question n
 cache: the chat template's text after it, and whether the press acts after the prefill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

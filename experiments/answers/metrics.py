@@ -4,8 +4,6 @@ Each metric takes a prediction and the reference answers, and follows the defini
 benchmark; `choice` also takes all possible answers of the task.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import string

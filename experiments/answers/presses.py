@@ -10,8 +10,6 @@ amount, write the name `ratio` or `budget` for it:
 `DuoAttentionPress(head_compression_ratio=ratio)`, `SimLayerKVPress(n_recent=budget)`.
 """
 
-from __future__ import annotations
-
 import ast
 from contextlib import suppress
 from inspect import signature

@@ -1,7 +1,5 @@
 """Prompts of a `ContextAnswerer`, and checks of its arguments before a model runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A file cannot run code: only the arguments of `generate` and `from_pretrained` i
 are allowed; `trust_remote_code` and presses of the user's own can only be given as flags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path

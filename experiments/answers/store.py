@@ -11,8 +11,6 @@ Every file is written atomically, so a killed process or a full disk leaves no p
 sweep continues, the set-up and the cells are read; the tables are made from the cells.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -31,7 +29,7 @@ from experiments.answers.settings import SWEPT, Settings
 from experiments.framework.environment import code_digest, digest_of, environment_info
 from experiments.framework.manifest import check_writable, overtaken, write_at_once
 from experiments.framework.results import csv_of
-from experiments.loading import local_folder
+from experiments.loading import local_folder, of_the_repository
 
 SETUP, CELLS, RESULTS, PREDICTIONS = "setup.json", "cells", "results.csv", "predictions.csv"
 
@@ -156,16 +154,20 @@ def setup_of(settings: Settings) -> dict[str, Any]:
     shared["threads"] = settings.threads or torch.get_num_threads()
     return {
         **shared,
-        "model_fingerprint": model_fingerprint(settings.model),
+        "model_fingerprint": model_fingerprint(
+            settings.model, trust_remote_code=settings.trust_remote_code, **settings.model_kwargs
+        ),
         "versions": made_with.pop("versions"),
         "code": code_digest(),
         "made_with": made_with,
     }
 
 
-def model_fingerprint(name: str) -> str:
-    """The commit of a hub model, or a digest of the files of a local folder."""
+def model_fingerprint(name: str, **given: Any) -> str:
+    """The commit of a hub model, loaded with `given`, or a digest of the files of a folder."""
     if (folder := local_folder(name)) is None:
-        with refusing(f"{name!r} is neither a folder nor a model that the hub gives", OSError):
-            return str(getattr(AutoConfig.from_pretrained(name), "_commit_hash", None))
+        what = f"{name!r} is neither a folder nor a model that the hub gives"
+        with refusing(what, OSError, ValueError):
+            config = AutoConfig.from_pretrained(name, **of_the_repository(given))
+            return str(getattr(config, "_commit_hash", None))
     return digest_of(folder, _OF_A_MODEL)

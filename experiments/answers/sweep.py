@@ -4,8 +4,6 @@ A sweep is a grid of cells. Each finished cell is written to a file; after an in
 command continues the sweep. See `experiments.answers`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -9,8 +9,6 @@ print(result.to_markdown())
 ```
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,7 +154,7 @@ def forward(model: PreTrainedModel, look: Look) -> None:
     been called yet at that moment.
     """
     device = "cpu" if model.device.type == "meta" else model.device  # weights may be offloaded
-    ids = torch.arange(3, 27, device=device).remainder(model.config.vocab_size)
+    ids = torch.arange(3, 27, device=device).remainder(model.config.get_text_config().vocab_size)
     with torch.no_grad():
         model(ids[None], past_key_values=_LookingCache(look), use_cache=True)
 

@@ -4,8 +4,6 @@ A snapshot holds references to objects, not their ids, so that no object is free
 Configurations, settings and weights are recorded by value, because they change in place.
 """
 
-from __future__ import annotations
-
 import builtins
 import hashlib
 import sys

@@ -1,7 +1,5 @@
 """The command of an experiment: flags from its options, progress bar, output and exit status."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Date, commit, library versions and machine of a study."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

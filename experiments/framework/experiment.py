@@ -31,8 +31,6 @@ EXPERIMENT = Weight()
 A line in `experiments.EXPERIMENTS` makes it a command and a part of the study.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Data frames for readers: matrices of coloured cells, and tables of text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from textwrap import fill
 

@@ -5,8 +5,6 @@ questions about it, or a part of a text. Both ends of an interval are NaN if the
 `LEAST` units, or if all units are equal, because resampling them shows no variation.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Option types and checks that several experiments share; a failed check names its flag."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Annotated, Any
 

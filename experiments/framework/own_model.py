@@ -4,8 +4,6 @@ The duration of an experiment is estimated before it runs: from the number of to
 and of its decode steps, and from the measured time of one prefill and a few steps on the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar

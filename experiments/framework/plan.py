@@ -1,7 +1,5 @@
 """The plan of a study: which experiments run, on the shipped models or on the user's own."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

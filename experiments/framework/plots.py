@@ -11,8 +11,6 @@ Figures are made without pyplot, so drawing them leaves no global state: no figu
 selected backend, no changed setting of matplotlib.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Nothing runs for it: the numbers are taken from the study's tables, and those of
 marked as missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ with its findings, one figure, and a link to the tables in the report.
 `python -m experiments readme` writes the blocks; never edit them by hand.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

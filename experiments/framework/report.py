@@ -5,8 +5,6 @@ was measured and how to repeat it; tables are folded away at its end. The HTML p
 file: figures are redrawn from the tables, and follow the reader's light or dark mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ not stored but computed from the tables each time, so a report can be rebuilt wi
 another layout without running anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -140,6 +138,19 @@ def read_parts(folder: Path, experiments: Sequence[AnyExperiment]) -> list[Part]
             _ = part.findings
         parts.append(part)
     for table in [part.tables["seeds"] for part in parts if "seeds" in part.tables]:
-        others = table[table["shift"] != 0].groupby(["experiment", "finding"])["number"].agg(tuple)
-        parts = [p._replace(reseeded=dict(others.get(p.experiment.name, {}))) for p in parts]
+        parts = [part._replace(reseeded=_reseeded(part, table)) for part in parts]
     return parts
+
+
+def _reseeded(part: Part, seeds: pd.DataFrame) -> dict[str, tuple[float, ...]]:
+    """Numbers from other seeds, of findings that were found with the study's seed there, too.
+
+    A small study has other grids than the repetitions.
+    """
+    found = {}
+    for each in part.findings:
+        of_part = (seeds["experiment"] == part.experiment.name) & (seeds["finding"] == each.name)
+        numbers = seeds[of_part].set_index("shift")["number"]
+        if numbers.get(0) == each.number:
+            found[each.name] = tuple(numbers.drop(0))
+    return found

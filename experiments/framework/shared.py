@@ -1,7 +1,7 @@
 """Shared by several experiments: flags, and runs in other environments."""
 
-from __future__ import annotations
-
+import os
+import re
 import subprocess
 from itertools import islice
 from pathlib import Path
@@ -80,10 +80,12 @@ def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = 
     Raises:
         UserError: if it fails.
     """
-    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run([python, "-m", *arguments], input=given, check=False, **how)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    where = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([python, "-m", *arguments], input=given, env=where, **how)
     if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        said = [line.strip("│ ") for line in done.stderr.splitlines() if re.search(r"\w", line)]
+        reason = said[-1] if said else "no message"
         raise UserError(f"running {arguments[0]} with {python} failed: {reason}{otherwise}")
     return done.stdout
 

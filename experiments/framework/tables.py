@@ -1,7 +1,5 @@
 """Tables for readers, which can be shown as Markdown, as HTML and in a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

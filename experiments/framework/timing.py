@@ -1,7 +1,5 @@
 """Interleaved timing: conditions take turns, so that load on the machine affects all of them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

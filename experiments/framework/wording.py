@@ -1,7 +1,5 @@
 """Sentences of findings, errors in one line, and durations in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

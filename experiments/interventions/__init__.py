@@ -13,8 +13,6 @@ with COMPANIONS["PEFT LoRA"].scope(model) as run:
 environment, each subject in a separate process, and prints JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

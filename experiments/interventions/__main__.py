@@ -1,7 +1,5 @@
 """Audit the libraries installed in this environment, and print the results as JSON."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -12,8 +12,6 @@ unless the name says otherwise, and without a check of which model is calling, s
 how far the mechanism itself reaches.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -3,8 +3,6 @@
 A scenario is a generator that opens and closes mechanisms, and yields the models to check between.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from abc import abstractmethod

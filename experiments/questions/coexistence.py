@@ -7,8 +7,6 @@ steps, and the cache, are compared with a reference: inside the scope with `pres
 with the companion without a press, `alone`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -4,8 +4,6 @@ Each cell of the grid is one comparison (`experiments.testbed.compare`): the cac
 and at the end, and the logits of every forward, are compared bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A press prunes the cache of a context, and a question is run three times: on the
 the full cache, and on the full cache with the evicted tokens masked (`experiments.testbed.masked`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -157,14 +156,16 @@ def of_libraries(audited: Iterable[list[dict[str, Any]]]) -> pd.DataFrame:
         `changes`, `example`, `error`. A subject that changes nothing has one row with 0 `changes`;
         one that could not be audited has one row with an `error`.
     """
-    subjects = chain.from_iterable(audited)
-    rows = [row | change for row in subjects for change in row["changes"] or [{"changes": 0}]]
+    rows: list[dict[str, Any]] = []
+    for subjects in audited:
+        known = {row["library"] for row in rows}
+        new = [subject for subject in subjects if subject["library"] not in known]
+        rows += [row | change for row in new for change in row["changes"] or [{"changes": 0}]]
     found = pd.DataFrame(rows, columns=_SUBJECT_COLUMNS)
-    newest = found.groupby("library")["transformers"].transform("first")
     error = "not run: none of the environments has it; `make subjects` installs it"
     absent = [library for library in LIBRARIES if library not in set(found["library"])]
     missing = pd.DataFrame({"library": absent, "subject": "", "error": error})
-    return pd.concat([found[found["transformers"] == newest], missing], ignore_index=True)
+    return pd.concat([found, missing], ignore_index=True)
 
 
 def audit_libraries(environment: Path) -> list[dict[str, Any]]:

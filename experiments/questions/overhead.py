@@ -9,8 +9,6 @@ the bare model and hooks are timed too. All conditions decode from the same cach
 KnormPress, so the cost of attention over heads of different lengths is not included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -84,7 +82,9 @@ class Options:
     @property
     def specs(self) -> list[ModelSpec]:
         """The given models, or random Llamas with these numbers of layers."""
-        chosen = [ModelSpec(short_name(name), name) for name in self.model]
+        short = [*map(short_name, self.model)]
+        names = short if len({*short}) == len(short) else self.model  # two may have one name
+        chosen = [ModelSpec(*pair) for pair in zip(names, self.model, strict=True)]
         chosen = chosen or [
             timed_models.random_llama(f"{n} layers", num_layers=n) for n in self.layers
         ]

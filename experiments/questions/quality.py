@@ -5,8 +5,6 @@ mechanisms answer about the same contexts. Presses have their usual settings
 (`experiments.testbed.recipes`); what they learned about the model is shipped with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

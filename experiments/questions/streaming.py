@@ -22,8 +22,6 @@ tokens is also run *alone*, without a cache, and times per token are divided by 
 Both are 10th percentiles, which exclude interrupted forwards.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal

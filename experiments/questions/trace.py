@@ -5,8 +5,6 @@ attention functions, of the hooks or wrappers that a mechanism put on attention 
 decoder, and of presses that score. The number of keys in the cache is read around each call.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from contextlib import ExitStack

@@ -270,11 +270,13 @@ def _states(cache: Cache) -> list[LayerState]:
 
 
 def _state(layer: Any) -> LayerState:
-    keys, values, positions = layer.keys, layer.values, getattr(layer, "positions", None)
+    # Layers with linear attention have no states, and those that share another's no length.
+    states: list[Any] = [getattr(layer, name, None) for name in ("keys", "values", "positions")]
+    keys, values, positions = states
     if isinstance(layer, RaggedLayer):
         keys, values, positions = layer.dense()
-    kind, seen = type(layer).__name__, int(layer.get_seq_length())
-    return LayerState(kind, seen, positions, keys, values)
+    seen = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
+    return LayerState(type(layer).__name__, seen, positions, keys, values)
 
 
 def _differences(hook: Trace, patch: Trace) -> Iterator[Difference]:

@@ -16,8 +16,6 @@ read from its logits. (Repeating the whole question does not work: the model is 
 question, and retrieves the first occurrence of the question instead of the fact.)
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path

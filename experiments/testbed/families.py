@@ -1,7 +1,5 @@
 """Small models with random weights, one builder per architecture that is tested."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Inspect and time the user's own model before a study of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median
 from typing import Any

@@ -12,8 +12,6 @@ hundreds of tokens; a window of recent tokens is at most half of what is kept. W
 and chunks are small enough for a few dozen tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -214,7 +212,7 @@ def _fitted(press: InstalledPress, model: PreTrainedModel) -> InstalledPress:
         elif field.name == "presses":
             changed["presses"] = [_fitted(inner, model) for inner in value]
         elif field.name == "compression_ratios":
-            n_layers = model.config.num_hidden_layers
+            n_layers = model.config.get_text_config().num_hidden_layers
             changed[field.name] = (list(value) * n_layers)[:n_layers]
         elif field.name in _LEARNED and value is None and _works_on(press, model):
             changed[field.name] = _learned(model, field.name)

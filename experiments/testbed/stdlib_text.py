@@ -5,8 +5,6 @@ of the modules' paths. Every twentieth document is held out completely. Another 
 another text, so a number measured on it should name the version.
 """
 
-from __future__ import annotations
-
 import sysconfig
 import tokenize
 from collections.abc import Iterator

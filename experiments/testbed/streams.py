@@ -1,7 +1,5 @@
 """Stream a text token by token through a bounded cache, with a recomputed window as reference."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.intervals import LEAST
 from experiments.framework.timing import Stopwatch
 from experiments.testbed.stdlib_text import token_stream
@@ -99,7 +97,9 @@ def read_text(tokenizer: Any, n_tokens: int, path: Path | None = None) -> Text:
     if path is None:
         stream = token_stream(tokenizer, "held-out")
     else:
-        encoded = tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)
+        with refusing(f"{path} is no text in UTF-8", UnicodeDecodeError):
+            text = path.read_text(encoding="utf-8")
+        encoded = tokenizer(text, add_special_tokens=False)
         stream = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if tokenizer.bos_token_id is not None:
         stream = torch.cat((torch.tensor([tokenizer.bos_token_id]), stream))
@@ -127,7 +127,7 @@ class Stream:
 
     def __init__(self, model: PreTrainedModel, text: Text, press: InstalledPress | None) -> None:
         self.model, self.text, self.press = model, text, press
-        self.position, self.cache = 0, DynamicCache()
+        self.position, self.cache = 0, DynamicCache(config=model.config)
 
     @torch.inference_mode()
     def advance(self, n_tokens: int) -> tuple[Tensor, dict[str, float]]:

@@ -20,8 +20,6 @@ In the first three, the scope stores which tokens are evicted, and the cache sti
 of the prefill. They serve for comparison only: presses of this project use `ragged`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy

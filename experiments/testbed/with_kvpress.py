@@ -8,8 +8,6 @@ An experiment passes the name of its module and its options, as JSON. The functi
 of that module makes the rows: see `rows_with_kvpress`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -25,8 +23,9 @@ from typing import Any
 import pandas as pd
 from rich.progress import Progress
 
+from experiments import UserError
 from experiments.framework.plots import is_own
-from experiments.framework.shared import OLDEST, printed_by
+from experiments.framework.shared import OLDEST, print_left_out, printed_by
 from experiments.testbed.recipes import press_name
 
 NAME = "kvpress"
@@ -63,7 +62,11 @@ def joined_by_kvpress(
     if python is None:
         return table
     progress.add_task(NAME, total=None)
-    theirs = rows_with_kvpress(python, module, **asdict(options))
+    try:
+        theirs = rows_with_kvpress(python, module, **asdict(options))
+    except UserError as error:  # what took long is in the table already
+        print_left_out(progress, NAME, error)
+        return table
     return pd.concat([table, theirs], ignore_index=True)
 
 

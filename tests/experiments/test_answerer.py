@@ -6,13 +6,18 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, QuantizedCache, set_seed
 
+import hooks_impl
 from experiments import UserError
+from experiments.answers.compressed import compressed
 from experiments.loading import load_model
 from experiments.pipeline import ContextAnswerer
+from experiments.questions.architectures.decoders import build as build_tiny
+from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.facts import answer_seen, answer_unseen, build_tokenizer
 from press_core import RaggedLayer, kept_lengths
+from press_core.cache.kinds import HybridLayer
 from tests.experiments.asked import PRESSES, facts, uneven
-from tests.support import both, in_turn, snapshot
+from tests.support import GREEDY, both, in_turn, snapshot, token_ids
 
 STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
 presses = pytest.mark.parametrize("name", list(PRESSES))
@@ -86,10 +91,19 @@ def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, tog
 def test_no_question_sees_another(answerer, package, name):
     (text,) = facts(1)[1]
     options = {"press": PRESSES[name](package), "max_new_tokens": 3}
-    questions = [*text.questions, "? alice ? bob"]  # of other lengths too
+    questions = [*text.questions, "? alice ? bob " * 30]  # of other lengths too
     at_once = answerer(text.context, questions, **options)
     assert at_once == answerer(text.context, questions[::-1], **options)[::-1]
     assert at_once == [answerer(text.context, [q], **options)[0] for q in questions]
+
+
+@pytest.mark.skipif(HybridLayer is None, reason="transformers 5.2 has no such layer")
+def test_no_question_sees_the_linear_state_of_another():
+    model = build_tiny(decoders()["falcon_h1"])
+    with compressed(model, token_ids(2, 40).tolist(), hooks_impl.KnormPress(0.5), 0) as context:
+        alone = context.generate([1], [[7, 8]], GREEDY | {"max_new_tokens": 4})
+        context.generate([0, 1], [[9], [9]], GREEDY | {"max_new_tokens": 4})
+        assert context.generate([1], [[7, 8]], GREEDY | {"max_new_tokens": 4}) == alone
 
 
 @in_turn("name", [name for name in PRESSES if name != "finch"])
@@ -142,6 +156,7 @@ def test_finch_gets_its_delimiter(model, answerer, package):
     answerer(text.context, text.questions[:1], press=press, cache=cache, max_new_tokens=1)
     assert press == package.FinchPress(0.5, rerotate_keys=False)
     press.update_model_and_tokenizer(model, tokenizer)
+    assert press.delimiter_token == "<|finch_sep|>"
     prompt = f"{text.context} <|finch_sep|> {text.questions[0]}"
     with torch.no_grad(), press(model):
         model(tokenizer(prompt, return_tensors="pt").input_ids, past_key_values=expected)

@@ -115,18 +115,16 @@ def environment(folder: Path, *, output: str = "", status: int = 0) -> Path:
 
 
 def test_the_first_environment_that_has_a_library_counts(tmp_path):
-    newer, older = ({**ROW, "transformers": of} for of in ("5.9", "5.2"))
-    printed = json.dumps([{**newer, "changes": [CHANGE]}, {**newer, "subject": "x", "changes": []}])
+    one, other = ({**ROW, "version": version} for version in ("2.0", "1.0"))
+    printed = json.dumps([{**one, "changes": [CHANGE]}, {**one, "subject": "x", "changes": []}])
     folders = [
         environment(tmp_path / "a", output=printed),
-        environment(tmp_path / "b", output=json.dumps([{**older, "changes": []}])),
+        environment(tmp_path / "b", output=json.dumps([{**other, "changes": []}])),
     ]
     table = of_libraries(map(audit_libraries, folders))
     own = table[table["library"] == "peft"]
-    assert own[["transformers", "subject", "changes"]].values.tolist() == [
-        ["5.9", "LoRA", 2],
-        ["5.9", "x", 0],
-    ]
+    found = own[["version", "subject", "changes"]].values.tolist()
+    assert found == [["2.0", "LoRA", 2], ["2.0", "x", 0]]
     others = table[table["library"] != "peft"]
     assert set(others["library"]) == set(LIBRARIES) - {"peft"}
     assert others["error"].str.contains("`make subjects` installs it").all()

@@ -86,6 +86,7 @@ def test_peaks_hold_the_cache_at_least():
     cache = cache_bytes(deep.load(), 2048, FULL)
     assert cache < long < 4 * cache  # and nothing of the model, or of the process
     assert pruned < long - 0.25 * cache
+    assert peak_of(deep, FULL._replace(ratio=0.9), 2048, 1, 1) < 0.3 * long  # of a short context
 
 
 def test_a_run_that_fails_says_why():

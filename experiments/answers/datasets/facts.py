@@ -4,8 +4,6 @@ They are RULER's needle tasks in that vocabulary: a fact such as `alice tea` amo
 the question `? alice`. Lengths are in words of the context.
 """
 
-from __future__ import annotations
-
 import torch
 
 from experiments import refusing

@@ -3,8 +3,6 @@
 The haystack is any published collection of texts with a column `text`, or a local copy of one.
 """
 
-from __future__ import annotations
-
 from experiments import UserError
 from experiments.answers.datasets.published import Published, rows_of
 from experiments.answers.datasets.synthetic import most

@@ -4,8 +4,6 @@ Prompts are taken from the columns of the repositories, if they have them. This 
 the meaning of the columns, and the metric of each task.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterable, Iterator, Mapping

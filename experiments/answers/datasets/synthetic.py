@@ -5,8 +5,6 @@ this project's own, so scores cannot be compared with those published for RULER;
 loads the published samples.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

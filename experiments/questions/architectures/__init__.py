@@ -1,7 +1,5 @@
 """On which decoders presses are correct, by mechanism, and why the others are refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory

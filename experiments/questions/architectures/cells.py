@@ -1,7 +1,5 @@
 """One cell of the sweep: a press, by one mechanism, on one model under one set of conditions."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

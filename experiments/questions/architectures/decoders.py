@@ -5,8 +5,6 @@ keep their defaults, and sub-configurations are filled in the same way. Further 
 needs, mostly numbers that have to be consistent, are in `DEMANDS`. Both are in `decoders.yaml`.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

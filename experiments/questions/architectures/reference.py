@@ -6,8 +6,6 @@ logits are those of a run over the *full* cache in which every evicted key is ma
 head, because a masked key contributes nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The sweep over all decoders, each measured in a separate process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -11,8 +11,6 @@ pruned one that is decoded in four ways (`experiments.testbed.variants`): see
 the right logits: see `four_ways.trials`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -120,13 +118,19 @@ class Headwise(Experiment[Options]):
 
     def on(self, own: OwnModel) -> Planned[Options]:
         """Decoding and conditions only, as the questions need the vocabulary of facts-llama."""
-        fits = {Part.DECODING: own.keeps_all, Part.CONDITIONS: own.model_type in FAMILIES}
+        opens = {"KnormPress", "AdaKVPress"} <= {*own.presses}
+        fits = {
+            Part.DECODING: own.keeps_all and opens,
+            Part.CONDITIONS: own.model_type in FAMILIES,
+        }
         parts = tuple(filter(fits.get, fits))
         if not parts:
-            raise LeftOutError("it needs a model without sliding windows, or of a known family")
+            raise LeftOutError(
+                "it needs a known family, or KnormPress, AdaKVPress and no sliding windows"
+            )
         family, contexts = (own.model_type,), own.at_most(1024)
         options = self.quick_on(own, part=parts, contexts=contexts, family=family)
-        return Planned(options, steps=options.rounds * 6 * 2 * own.keeps_all, seconds=5)
+        return Planned(options, steps=options.rounds * 6 * 2 * fits[Part.DECODING], seconds=5)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Measure the chosen parts.
@@ -185,7 +189,7 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
     """Times of decode steps, at every context length."""
     spec = ModelSpec.given(options.model, TIMED, options.dtype, options.device)
     model = spec.load()
-    if len(attention_sites(model)) < model.config.num_hidden_layers:
+    if len(attention_sites(model)) < model.config.get_text_config().num_hidden_layers:
         raise UserError(
             f"some layers of {spec.name} have a sliding window, so its decode steps do not show "
             "the cost of head-wise caches; give a model without, or omit --part decoding"

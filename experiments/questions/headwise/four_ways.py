@@ -8,8 +8,6 @@ head keeps the tokens of Knorm, or AdaKV shares that budget among heads. All con
 and are compared round by round with the full cache.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

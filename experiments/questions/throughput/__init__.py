@@ -6,8 +6,6 @@ every press. *Fits*: the longest context within a memory limit, by bisection; se
 *kvpress*: time spent inside presses, of this project and of kvpress.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum

@@ -6,8 +6,6 @@ in a new process, so that it cannot reuse memory of an earlier one, and the C li
 memory immediately, so that peak memory does not decrease with the length of the context.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import sys
@@ -108,12 +106,17 @@ def speeds(
             ids = timed_models.random_context(model, batch, context)
 
             def timed(one: Condition, ids: Tensor = ids, scopes: Any = scopes) -> Any:
-                kept = len(ids[0]) - int(len(ids[0]) * one.ratio) * (one.press == FULL.press)
-                return answer(model, ids[:, :kept], scopes[one], tokens, way)
+                n = given_to(one, ids.shape[1])
+                return answer(model, ids[:, :n], scopes[one], tokens, way)
 
             times = each_in_turn(list(scopes), timed, rounds=rounds, advance=advance)
             labels = {"model": spec.name, "context": context, "batch": batch, **way._asdict()}
             yield from (labels | row for row in _rows(times, batch))
+
+
+def given_to(condition: Condition, context: int) -> int:
+    """How many tokens of a context are run: without a press, as many as a press would keep."""
+    return context - int(context * condition.ratio) * (condition.press == FULL.press)
 
 
 def _rows(times: Mapping[Condition, Array], batch: int) -> Iterator[dict[str, Any]]:
@@ -174,7 +177,7 @@ def _in_process(
             libc.mallopt(parameter, 2**16)
     model = spec.load()
     opens = scope_of(condition, model, context)
-    ids = timed_models.random_context(model, batch, context)
+    ids = timed_models.random_context(model, batch, given_to(condition, context))
     answer(model, ids[:1, :16], scope_of(FULL, model, 16), tokens)  # start threads and buffers
     if model.device.type == "cuda":
         before = torch.cuda.memory_allocated()

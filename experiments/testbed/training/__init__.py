@@ -1,7 +1,5 @@
 """Training of the models that ship with the experiments: `python -m experiments train`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal

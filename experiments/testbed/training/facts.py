@@ -6,8 +6,6 @@ A small Llama is trained on the task of `experiments.testbed.facts`, first with 
 growing contexts, then with contexts of mixed lengths while the learning rate decays to zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path

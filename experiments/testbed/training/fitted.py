@@ -8,8 +8,6 @@ regressors of KVzapPress and the adapter of RestoreKVPress, all fitted on contex
 task with questions and answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The training loop of every shipped model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -11,8 +11,6 @@ Training starts from a trained model, because a sink matters only where heads us
 nothing. An untrained model grows one within fifty steps, and loses nothing when it is evicted.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
