@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from press_core import engine
+from press_core.budget import Tokens, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
@@ -157,10 +158,27 @@ def _taking_both(
             return bound(call_of(press, *args, **kwargs) if call is None else call)
         if call is None:
             return bound(*args, **kwargs)
-        return translate(bound, call)
+        own = _with_ratio_of(press, call)
+        returned = translate(_bound(method, own, type(press)), call)
+        stored = vars(own).items() if own is not press else ()
+        vars(press).update({name: x for name, x in stored if name != press.ratio_field})
+        return returned
 
     both.takes_both = True  # type: ignore[attr-defined]
     return both
+
+
+def _with_ratio_of(press: Any, call: AttentionCall) -> Any:
+    """The press, or a copy with the ratio that its budget for `call` amounts to.
+
+    Its methods may read their ratio, which kvpress's wrappers set.
+    """
+    amount, n = vars(press).get(press.ratio_field), call.budget
+    if isinstance(amount, Tokens):
+        n = press.budget(call)
+    elif amount is None or n is None or n == n_kept(call.length, amount):
+        return press
+    return press.changed(**{press.ratio_field: max(0.0, 1 - (n + 0.5) / call.length)})
 
 
 def _bound(method: Any, press: Any, cls: type) -> Any:

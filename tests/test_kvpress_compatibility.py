@@ -319,3 +319,28 @@ class OfABudget(ScorerPress):
 
 def test_a_ratio_may_be_a_property():
     assert prefill(OfABudget(), length=24)[0] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda own: hooks_impl.DecodingPress(own, compression_interval=4, target_size=12),
+        lambda own: hooks_impl.EveryTurnPress(own, target_size=12),
+        lambda own: own.with_budget(12),
+    ],
+)
+def test_methods_read_the_ratio_that_is_asked_of_them(opened):
+    class Own(hooks_impl.ScorerPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys.norm(dim=-1)
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            self.calls = getattr(self, "calls", 0) + 1
+            n = int(keys.shape[2] * (1 - self.compression_ratio))
+            return keys[:, :, -n:], values[:, :, -n:]
+
+    model, press = build("llama"), Own()
+    cache = ran(model, opened(press), [token_ids(1, 20), *token_ids(4, 1).split(1)])[0]
+    held = {n for lengths in kept_lengths(cache) for n in lengths.flatten().tolist()}
+    assert held in ({12}, {16})  # at the last step, or at once
+    assert press.compression_ratio == 0.0

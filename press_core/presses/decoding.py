@@ -29,7 +29,8 @@ class Accumulating(Press):
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
         """The attention that each key has received so far, in the phases of the press."""
         received = received_attention(call)
-        return {RECEIVED: received + call.memory[RECEIVED] if call.memory else received}
+        received = received + call.memory[RECEIVED] if RECEIVED in call.memory else received
+        return {**super().remember(call), RECEIVED: received}
 
 
 @dataclass
