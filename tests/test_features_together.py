@@ -1,6 +1,6 @@
 """Two features at once: what each does alone, they do together, or it is refused."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import DELIMITER
 from press_core import (
     Phase,
+    PressError,
     UnsupportedInputError,
     UnsupportedModelError,
     kept_lengths,
@@ -22,6 +23,7 @@ from press_core import (
 )
 from press_core.replay.kvzip import RepeatPrompts
 from tests.support import (
+    GREEDY,
     build,
     context_for,
     example_for,
@@ -230,3 +232,20 @@ def test_prompts_that_repeat_a_context_are_those_of_its_template(package):
         cache = filled(model, press, context)
         always.append(all(0 in head for layer in held(cache) for head in layer[0]))
     assert always == [True, False]
+
+
+# ---- draft tokens --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [21, 41])
+def test_draft_tokens_behind_turned_keys_are_right_or_refused(package, n):
+    """Of 41 tokens the cache has seen 40, and counts 20."""
+    model, ids, found = build("llama"), token_ids(1, 41), []
+    ids[:, 40] = ids[:, 10]
+    for given, more in ((ids[:, -21:], {}), (ids[:, -n:], {"assistant_model": model})):
+        cache = DynamicCache(config=model.config)
+        with package.KeyRerotationPress(package.KnormPress(0.5))(model), suppress(PressError):
+            model(ids[:, :40], past_key_values=cache)
+            more |= GREEDY | {"max_new_tokens": 8, "past_key_values": cache}
+            found.append(model.generate(given, attention_mask=torch.ones_like(given), **more))
+    assert all(torch.equal(x[:, -8:], found[0][:, -8:]) for x in found)

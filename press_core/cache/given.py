@@ -107,7 +107,7 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
         return
     frame = innermost_frame("transformers.generation.utils", ("_prefill", "_assisted_decoding"))
     if frame is not None and frame.f_code.co_name == "_assisted_decoding":
-        _check_cut(frame, n_seen, n_new, None if mask is None or fits else mask.shape[1])
+        _check_cut(frame, n_seen, count, n_new, None if mask is None or fits else mask.shape[1])
         return
     if count == n_seen or frame is None:
         return
@@ -120,17 +120,22 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     # transformers 5.2 always cuts the input; later releases cut embeddings, and all token ids.
     if not (known.get("next_sequence_length", True) or known.get("use_inputs_embeds")):
         return
+    _check_all(given, n_seen, count)
+
+
+def _check_all(given: int, n_seen: int, count: int) -> None:
+    """Raise where `generate` may have been given all tokens, of which it skips too few."""
     if given <= n_seen:
         return
     raise UnsupportedInputError(
         f"generate was given {given} tokens and skips as many as the cache counts: {count}; the "
         f"cache has seen {n_seen}, but its keys were rotated to other positions. First run the new "
         "tokens except the last, model(new[:, :-1], past_key_values=cache), then give generate "
-        f"all tokens but the first {n_seen - count}"
+        f"all tokens but the first {n_seen - count}, and as many columns of the attention_mask"
     )
 
 
-def _check_cut(frame: FrameType, n_seen: int, n_new: int, n_cut: int | None) -> None:
+def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int, n_cut: int | None) -> None:
     """Raise where `generate` with draft tokens lets the model miscount the cached tokens.
 
     It cuts a mask to the tokens that it was given: transformers 5.2 wants all of them, and runs the
@@ -148,11 +153,16 @@ def _check_cut(frame: FrameType, n_seen: int, n_new: int, n_cut: int | None) -> 
     known = frame.f_locals
     given = int(known["input_ids"].shape[1])
     n_columns = getattr(known["generation_config"], "_mask_length", 0)
-    if known.get("is_first_iteration") and n_seen < given == n_columns <= n_new:
+    if not known.get("is_first_iteration"):
+        return
+    if count < given == n_columns <= n_new:
+        n_other = given - (n_seen if given > n_seen else count)
         raise UnsupportedInputError(
             f"generate with draft tokens was given {given} tokens and cuts none off, but the cache "
-            f"has seen {n_seen}; pass the other {given - n_seen}, with the attention_mask of all"
+            f"has seen {n_seen}; pass the other {n_other}, with the attention_mask of all"
         )
+    if count != n_seen:
+        _check_all(given, n_seen, count)
 
 
 def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
