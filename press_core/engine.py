@@ -182,9 +182,7 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     keys, values = layer.states()
     given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
     mask = for_full_attention(given_mask)
-    if (
-        not isinstance(mask, Tensor) or mask.dim() == 4
-    ):  # made by `generate` for the slots of a buffer
+    if not isinstance(mask, Tensor) or mask.dim() == 4:  # `generate` made it for a buffer's slots
         mask = filled_columns(mask, layer, n)
     occupied = occupied_slots(mask, layer, n, n_held=0)
     last, rotary = first_position(ids, mask, layer, n) - 1, None

@@ -98,6 +98,13 @@ def columns_from(mask: Any, n_queries: int, first: Any, n: int) -> Tensor:
     return seen[:, None, None] if mask.dim() == 2 else seen[:, :, seen.shape[2] - n_queries :]
 
 
+def part_of(mask: Any, first: int, n: int) -> Any:
+    """The `n` columns from `first` on of a mask in any form; of a `BlockMask` a bool one."""
+    if isinstance(mask, BlockMask):
+        return columns_from(mask, mask.seq_lengths[0], first, n)
+    return None if mask is None else mask[..., first : first + n]
+
+
 def causal(n_queries: int, n: int, device: torch.device | str) -> Tensor:
     """`(q, n)` bool: each of the last `q` of `n` tokens sees the tokens up to itself."""
     return torch.ones(n_queries, n, dtype=torch.bool, device=device).tril(n - n_queries)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.masks import (
@@ -15,6 +14,7 @@ from press_core.cache.masks import (
     in_form,
     is_visible,
     one_for_all_heads,
+    part_of,
     refuse_bias,
     visible_tokens,
     without_first,
@@ -232,13 +232,8 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
     Args:
         n_filled: number of slots that were filled then.
     """
-    n, mask = forward.n_tokens, forward.given.get("attention_mask")
-    forward.notes[BUILT_FOR_SLOTS] = False
-    newest = for_full_attention(mask)
-    if isinstance(newest, BlockMask):
-        newest = columns_from(newest, n, n_filled, n)
-    elif newest is not None:
-        newest = newest[..., n_filled : n_filled + n]
+    mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
+    newest = part_of(for_full_attention(mask), n_filled, forward.n_tokens)
     newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
     return forward.given.replace(attention_mask=newest)
 

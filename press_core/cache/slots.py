@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from press_core.cache.caches import columns_of, mask_layer
 from press_core.cache.kinds import as_pruned
-from press_core.cache.masks import columns_from, visible_tokens
+from press_core.cache.masks import part_of, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Forward
@@ -73,14 +72,9 @@ def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
     """A mask without the columns of slots that are still empty after `n_new` more tokens."""
     columns = layer.columns(n_new)
     n_empty = columns - layer.n_old - layer.n_recent - n_new
-    if n_empty <= 0 or not isinstance(mask, (Tensor, BlockMask)):
+    if n_empty <= 0 or mask is None or mask.shape[-1] not in (columns, columns - layer.n_old):
         return mask
-    width = mask.shape[-1] if isinstance(mask, Tensor) else mask.seq_lengths[1]
-    if width not in (columns, columns - layer.n_old):
-        return mask
-    if isinstance(mask, BlockMask):
-        return columns_from(mask, mask.seq_lengths[0], 0, width - n_empty)
-    return mask[..., :-n_empty]
+    return part_of(mask, 0, mask.shape[-1] - n_empty)
 
 
 def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:

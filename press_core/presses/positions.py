@@ -95,9 +95,9 @@ class StreamingLLMDecoding(MeasuredPress):
     """Keeps sinks and a sliding window, in a bounded cache for endless generation (2309.17453).
 
     Before each forward over a filled cache, a layer longer than `max_capacity` keeps its first
-    `n_sink` and its last `max_capacity - n_sink` tokens. If a context comes in
-    several plain forwards, later ones do not attend to tokens evicted before them; between the
-    chunks of `prefill` or `generate` nothing is evicted.
+    `n_sink` and its last `max_capacity - n_sink` tokens. If a context comes in several
+    plain forwards, later ones do not attend to tokens evicted before them; between the chunks of
+    `prefill` or `generate` nothing is evicted.
 
     Attributes:
         max_capacity: most tokens that a layer holds at the start of a forward; above `n_sink`.

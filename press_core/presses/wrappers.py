@@ -62,16 +62,20 @@ def shared_budget(scores: Tensor, n: int) -> Tensor:
     return best_first(scores.flatten(1).unsqueeze(1), n * scores.shape[1]).view(scores.shape)
 
 
+class ReadingStates(Wrapper):
+    """A wrapper that reads keys or values, also where the wrapped press reads positions alone."""
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs & ~Needs.ONLY
+
+
 @dataclass
-class Critical(Wrapper):
+class Critical(ReadingStates):
     """A press that weights scores by the norms of the values after the output projection."""
 
     epsilon: float = number(1e-4, 0)
     first_stage_ratio: float = share(0.5)
-
-    @property
-    def needs(self) -> Needs:
-        return super().needs & ~Needs.ONLY  # it reads values, whatever the wrapped press reads
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
@@ -222,7 +226,7 @@ class DMS(Around):
 
 
 @dataclass
-class Merging(Wrapper, BudgetPress):
+class Merging(ReadingStates, BudgetPress):
     """Keeps what the wrapped press keeps, with the values of evicted tokens merged into it.
 
     Each evicted value `v_e` is merged into the kept token `j` with the most similar key:
@@ -239,10 +243,6 @@ class Merging(Wrapper, BudgetPress):
 
     similarity_threshold: float = share(0.0)
     merge_fraction: float = limited(1.0, lambda x: 0 < x <= 1, "a number in (0, 1]")
-
-    @property
-    def needs(self) -> Needs:
-        return super().needs & ~Needs.ONLY  # it reads keys and values
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         chosen = best_first(self.scorer.checked_scores(call), n)

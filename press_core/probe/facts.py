@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -159,10 +160,11 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
 
 def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
     """`facts` with the rotation, and with the query source for hooks."""
-    rotary, why = rotation_of(seen, watch)
+    ignores_positions = functools.cache(lambda: _ignores_positions(seen, watch))  # runs it again
+    rotary, why = rotation_of(seen, watch, ignores_positions)
     if why:
-        rotates = not _ignores_positions(seen, watch)
-        facts = facts.refused(f"{name} {why}", "rope", *(["unrotated keys"] if rotates else []))
+        needs = ("rope",) if ignores_positions() else ("rope", "unrotated keys")
+        facts = facts.refused(f"{name} {why}", *needs)
     embedding = None if rotary is None else rotary.embedding
     names = {module: name for name, module in watch.model.named_modules()}
     site = replace(facts.site, rotary=rotary)
@@ -215,14 +217,16 @@ def _query_sources(seen: Seen, site: AttentionSite) -> Iterator[QuerySource]:
 # ---- the rotation --------------------------------------------------------------------------------
 
 
-def rotation_of(seen: Seen, watch: Watch) -> tuple[Rotary | None, str]:
+def rotation_of(
+    seen: Seen, watch: Watch, ignores_positions: Callable[[], bool]
+) -> tuple[Rotary | None, str]:
     """The rotation of a module (None: unknown), and why presses cannot use it (empty: they can)."""
     given = seen.embeddings
     if given is None:
         takes = any(made.dim() == 3 for _, made, _ in watch.makers)
-        if "position_embeddings" in seen.parameters and takes and _ignores_positions(seen, watch):
+        if "position_embeddings" in seen.parameters and takes and ignores_positions():
             return NoRotation(), ""  # other layers of the model rotate
-        rotates = takes or not _ignores_positions(seen, watch)
+        rotates = takes or not ignores_positions()
         why = "rotates where the probe cannot see it" if rotates else "has none"
         return None, f"{why}; SnapKVPress and KnormPress do not need them"
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
