@@ -176,8 +176,7 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
-    says = type(press).keeps is not Press.keeps  # else its formula decides
-    if says and not press.acts_on(layer.n_slots):
+    if not press.acts_on(layer.n_slots):
         return
     keys, values = layer.states()
     given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))

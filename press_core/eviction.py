@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,10 +90,14 @@ class Eviction:
     ) -> Eviction:
         """Keep the tokens in `mask` `(B, H_kv, S)` bool: their number may differ between heads.
 
+        Args:
+            carried: by name `(B, H_kv, w)`, values of the last `w` tokens; see `late`.
+
         Raises:
-            PressError: if `mask` has another shape or dtype.
+            PressError: if `mask` or `carried` have another shape or dtype.
         """
         _check_indices("keep_per_head", call, mask, torch.bool, call.length)
+        _check_named("the carried of Eviction.keep_per_head is", call, carried or {})
         return replace(cls._all(call), head_mask=mask, carried=carried or {})
 
     @classmethod
@@ -114,7 +118,14 @@ class Eviction:
         Args:
             mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
             carried: by name `(B, H_kv, w)`, values of the last `w` tokens.
+
+        Raises:
+            PressError: see `keep_per_head`.
         """
+        width = _check_named("the carried of Eviction.late is", call, carried)
+        for known in call.carried.values():
+            n_scored = known.shape[2] + call.length
+            _check_indices("late", call, mask, torch.bool, n_scored - width)
         return replace(cls._all(call), late_mask=mask, carried=carried)
 
     @classmethod
@@ -259,21 +270,48 @@ def _check_states(call: AttentionCall, given: tuple[Any, ...]) -> None:
     )
 
 
-def checked_memory(press: Any, call: AttentionCall) -> Mapping[str, Tensor]:
-    """What the `remember` of `press` returned for `call`.
+def memory_of(presses: Iterable[Any], call: AttentionCall) -> dict[str, Tensor]:
+    """What the `remember` of all `presses` returned for `call`, by name.
 
     Raises:
-        PressError: with what it returned, if that is not `(B, H_kv, S)` by name.
+        PressError: with what one returned, if that is not `(B, H_kv, S)` by name, or if two return
+            different values under one name.
     """
-    given, shape = press.remember(call), call.keys.shape[:3]
+    found: dict[str, Tensor] = {}
+    for press in presses:
+        given, name = press.remember(call), type(press).__name__
+        _check_named(f"{name}.remember returned", call, given, call.length)
+        for key, values in given.items():
+            if key in found and not torch.equal(found[key], values):
+                raise PressError(
+                    f"{name} remembers {key!r}, and so does another press of the same composition, "
+                    "with other values; let each use a name of its own"
+                )
+            found[key] = values
+    return found
+
+
+def _check_named(given_by: str, call: AttentionCall, given: Any, width: int | None = None) -> int:
+    """Raise unless `given` are tensors `(B, H_kv, w)` by name; with `width`, `w` is that.
+
+    Returns:
+        `w`; 0 if `given` is empty.
+
+    Raises:
+        PressError: with what was given, by which `given_by` says how.
+    """
     is_named = isinstance(given, Mapping)
-    values = given.values() if is_named else [given]
-    if not (is_named and all(is_dense(x, call.keys) and x.shape == shape for x in values)):
+    values = list(given.values()) if is_named else [given]
+    dense = is_named and all(is_dense(x, call.keys) and x.ndim == 3 for x in values)
+    w = values[0].shape[2] if dense and values and width is None else width or 0
+    shape = (*call.keys.shape[:2], w)
+    if not dense or any(x.shape != shape for x in values):
+        last = "w" if width is None else width
         raise PressError(
-            f"{type(press).__name__}.remember returned {', '.join(map(described, values))}; return "
-            f"a dict of a tensor {tuple(shape)} on {call.keys.device} for each name"
+            f"{given_by} {', '.join(map(described, values))}; it has to be a dict of a tensor "
+            f"({shape[0]}, {shape[1]}, {last}) on {call.keys.device} for each name"
         )
-    return given
+    return w
 
 
 def _check_indices(

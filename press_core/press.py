@@ -21,7 +21,7 @@ from press_core.errors import (
     UnsupportedInputError,
     UnsupportedModelError,
 )
-from press_core.eviction import Eviction, checked_memory
+from press_core.eviction import Eviction, memory_of
 from press_core.fields import amount_field, check_fields, require
 from press_core.forward import Arguments, Forward
 from press_core.model.sites import NEEDS, AttentionSite
@@ -46,8 +46,7 @@ class Press:
         evicts: class attribute; what the press removes from a cache layer.
         phases: class attribute; when the press acts.
         row_by_row: class attribute; whether rows of a batch may keep different numbers of tokens.
-        ratio_field: class attribute; name of the field that sets how much to evict. The press may
-            lack such a field.
+        ratio_field: class attribute; name of the field for how much to evict, if there is one.
         whole_up_to: class attribute; names of fields that hold numbers of tokens: a context no
             longer than their sum is not pruned.
     """
@@ -134,7 +133,7 @@ class Press:
             compression_ratio: in [0, 1), or the `Tokens` to keep.
 
         Raises:
-            HyperparameterError: if the press has no field for a ratio.
+            HyperparameterError: if the press has no field for a ratio, or its class fixes it.
         """
         names = [field.name for field in fields(self)]
         if self.ratio_field not in names:
@@ -143,6 +142,8 @@ class Press:
                 f"the fields {', '.join(names)}"
             )
         changed = self.changed(**{self.ratio_field: compression_ratio})
+        is_set = changed.amount == compression_ratio
+        require(self, self.ratio_field, is_set, "set by a field of the press, not computed")
         vars(changed)["prepared_as"] = vars(self).get("prepared_as", SimpleNamespace(press=self))
         return changed
 
@@ -189,7 +190,10 @@ class Press:
         return min(own, reduce(lambda n, part: part.keeps(n), self.parts, length))
 
     def acts_on(self, length: int) -> bool:
-        """Whether the press may evict anything of a context of `length` tokens."""
+        """Whether the press may evict some of `length` tokens; yes if it does not say how many."""
+        says = type(self).keeps is not Press.keeps or type(self).amount is not Press.amount
+        if not (says or self.ratio_field in vars(self) or any(self.parts)):
+            return self.evicts is not Evicts.NOTHING and self.is_long_enough(length)
         return self.keeps(length) < length or any(part.acts_on(length) for part in self.parts)
 
     def budget(self, call: AttentionCall) -> int:
@@ -259,9 +263,8 @@ class Press:
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
         """Per-token values to store; called after each forward in a phase in which the press acts.
 
-        They are stored with the cache layer while the scope is open, and evicted or rolled back
-        together with their tokens. `call.memory` then holds them. For presses that declare
-        `Needs.MEMORY`.
+        They are stored with the cache layer while the scope is open, evicted or rolled back with
+        their tokens, and given back in `call.memory`. For presses that declare `Needs.MEMORY`.
 
         Args:
             call: the forward. Its `memory` is what was returned last, with zeros for new tokens
@@ -270,9 +273,7 @@ class Press:
         Returns:
             By name, `(B, H_kv, S)`, with the same names each time.
         """
-        phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
-        acting = (p for p in self.parts if p.phases & phase and p.all_needs & Needs.MEMORY)
-        return {name: x for part in acting for name, x in checked_memory(part, call).items()}
+        return memory_of((part for part in self.parts if part.all_needs & Needs.MEMORY), call)
 
     # ---- around the decoder ----------------------------------------------------------------------
 

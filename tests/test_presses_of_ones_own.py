@@ -14,12 +14,26 @@ from press_core import (
     Eviction,
     Evicts,
     HyperparameterError,
+    Needs,
     PressError,
     ScopeError,
     UnsupportedInputError,
     kept_lengths,
 )
-from tests.support import PIPELINE_PRESSES, both, build, example_for, filled, held, ran, token_ids
+from press_core.forward import with_cache
+from press_core.select import top_positions
+from tests.support import (
+    GREEDY,
+    PIPELINE_PRESSES,
+    both,
+    build,
+    example_for,
+    filled,
+    held,
+    left_padded,
+    ran,
+    token_ids,
+)
 
 
 def lengths(press, model=None, n=40):
@@ -339,3 +353,101 @@ def test_a_layer_made_in_other_modes_is_read_with_gradients(package, name):
     with headwise(model), torch.enable_grad():
         model(token_ids(1, 3), past_key_values=cache).logits.sum().backward()
     assert model.transformer.h[0].attn.c_attn.weight.grad is not None
+
+
+# ---- rows, amounts, memory -----------------------------------------------------------------------
+
+
+def test_rows_that_are_rerotated_beside_rows_that_are_not():
+    class LongOnly(patch_impl.BasePress):
+        needs, row_by_row = Needs.ROPE | Needs.NEW_POSITIONS, True
+
+        def compress(self, call):
+            kept = torch.arange(0, call.length, 2).expand(*call.keys.shape[:2], -1)
+            eviction = Eviction.keep(call, kept)
+            return eviction.rerotated() if call.length > 10 else eviction
+
+    model, (ids, mask, positions) = build("llama"), left_padded(2, 17, (0, 8))
+
+    def decoded(rows, start):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad(), LongOnly()(model):
+            for part in (slice(start, 16), slice(16, 17)):
+                given = {"attention_mask": mask[rows, start : part.stop]}
+                given["position_ids"] = positions[rows, part]
+                output = model(ids[rows, part], **with_cache(model, cache), **given)
+        return output.logits
+
+    together = decoded([0, 1], 0)
+    for row, start in ((0, 0), (1, 8)):
+        torch.testing.assert_close(together[[row]], decoded([row], start))
+
+
+def test_a_ratio_that_a_class_computes_cannot_be_set(package):
+    half = property(lambda self: 0.5, lambda self, given: None)
+    press = type("Own", (package.KnormPress,), {"compression_ratio": half})()
+    assert lengths(press) == [[20, 20]] * 2
+    for change in (lambda: press.with_ratio(0.25), lambda: press.with_budget(4)):
+        with pytest.raises(HyperparameterError, match=r"compression_ratio=0\.5"):
+            change()
+
+
+def remembering(package, weight, name="seen"):
+    """A press that adds `weight` to what it remembers of each token in each forward."""
+
+    def remember(self, call):
+        before = call.memory.get(name, torch.zeros(call.keys.shape[:3]))
+        return {name: before + weight}
+
+    def spend(self, call, n):
+        return Eviction.keep(call, top_positions(call.memory[name], n))
+
+    own = {"remember": remember, "spend": spend, "needs": Needs.MEMORY}
+    return type("Own", (package.KnormPress,), own)(0.5)
+
+
+def test_what_presses_remember(package):
+    first, second = remembering(package, 1.0), remembering(package, 2.0)
+    assert lengths(package.ComposedPress([first, remembering(package, 1.0)])) == [[10, 10]] * 2
+    with pytest.raises(PressError, match="Own remembers 'seen'"):
+        lengths(package.ComposedPress([first, second]))
+    model, press = build("llama"), package.DecodingPress(first, 2, target_size=8)
+    cache, _ = ran(model, press, [token_ids(1, n) for n in (20, 1, 1)])
+    assert kept_lengths(cache)[0].tolist() == [[8, 8]]
+
+
+def test_evictions_that_do_not_fit_what_came_before():
+    def late(self, call):
+        return Eviction.late(call, call.keys[..., :4, 0] > 0, {"x": call.keys[..., 0]})
+
+    def carries(self, call):
+        return Eviction.keep_per_head(call, call.keys[..., 0] > 0, {"x": call.keys})
+
+    def fewer_in_short_rows(self, call):
+        channels = torch.arange(4 if call.length > 10 else 2)
+        return Eviction.keep_channels(call, channels.expand(*call.keys.shape[:2], -1))
+
+    model, (ids, mask, positions) = build("llama"), left_padded(2, 16, (0, 8))
+    for compress, message in (
+        (late, "keep_per_head.* earlier forward"),
+        (carries, r"carried .*\(1, 2, 16, \d+\)"),
+        (fewer_in_short_rows, r"\[2, 4\] channels"),
+    ):
+        traits = {"compress": compress, "evicts": max(Evicts), "row_by_row": True}
+        press = type("Own", (patch_impl.BasePress,), traits)()
+        with pytest.raises(PressError, match=message):
+            filled(model, press, ids, attention_mask=mask, position_ids=positions)
+
+
+def test_a_press_that_says_nothing_of_a_ratio_may_evict_anything():
+    class Half(patch_impl.BasePress):
+        def compress(self, call):
+            n = call.length // 2
+            return call.keys[:, :, :n], call.values[:, :, :n]
+
+    model, ids = build("llama"), token_ids(1, 20)
+    with pytest.raises(UnsupportedInputError, match="draft tokens"), Half()(model):
+        model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4, **GREEDY)
+    cache = filled(model, None, ids)
+    with pytest.warns(RuntimeWarning, match="evicted nothing"), Half()(model):
+        model(ids[:, :1], past_key_values=cache)

@@ -15,7 +15,7 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.slots import reading_needs
 from press_core.cache.tokens import Kept, Uneven
-from press_core.errors import UnsupportedInputError
+from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.rows import Decisions
 
@@ -37,7 +37,11 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
     index = site.layer_idx
     old, stored = known(cache, index), cache.layers[index]
     if decisions.any("late_mask"):
-        assert isinstance(old, RaggedLayer)
+        if not isinstance(old, RaggedLayer):
+            raise PressError(
+                "Eviction.late evicts tokens that an Eviction.keep_per_head(call, mask, carried) "
+                "of an earlier forward has kept; return that one first"
+            )
         _evict_late(old, decisions)
         return old
     first = mask_layer(cache)
@@ -76,7 +80,7 @@ def _kept(old: PrunedLayer, decisions: Decisions) -> Kept:
     known = decisions.call.at.rotary
     if decisions.any("rotary_positions"):
         rotary = _int32(decisions.joined(_rotated_to, -1))
-        following = decisions.numbers(lambda e: e.next_position or e.length)
+        following = decisions.numbers(_following)
         # With `keeps_count` the model goes on counting tokens seen: layers that keep their
         # positions rely on it, and the mask of a padded batch has columns for all tokens.
         keeps_count = kept.is_padded or decisions.call.site.place.keeps_count
@@ -90,8 +94,18 @@ def _kept(old: PrunedLayer, decisions: Decisions) -> Kept:
 
 
 def _rotated_to(eviction: Eviction) -> Tensor:
-    rotary = eviction.rotary_positions
-    return eviction.known_kept if rotary is None else rotary
+    """Rotary position of each kept key: its own, if the press rerotated other rows only."""
+    if eviction.rotary_positions is not None:
+        return eviction.rotary_positions
+    own, kept = eviction.call.key_positions(), eviction.known_kept
+    return own.expand(*kept.shape[:2], -1).gather(-1, kept)
+
+
+def _following(eviction: Eviction) -> int:
+    """Position of the next token of rows, in a batch in which the press rerotated some."""
+    if eviction.next_position is not None or not eviction.call.length:
+        return eviction.next_position or 0
+    return int(eviction.call.key_positions().amax()) + 1
 
 
 def _int32(positions: Tensor | None) -> Tensor | None:
@@ -106,6 +120,12 @@ def _positions(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
 def _even(old: PrunedLayer, decisions: Decisions) -> PrunedLayer:
     """The layer for decisions that keep the same number of tokens in every head."""
     kept = _kept(old, decisions)
+    widths = sorted({eviction.keys.shape[-1] for eviction in decisions.evictions})
+    if len(widths) > 1:
+        raise UnsupportedInputError(
+            f"a press keeps {widths} channels of the keys of different rows of a batch, which one "
+            "layer cannot store; keep as many in each row, or run the rows one by one"
+        )
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):
         channels = decisions.joined(lambda e: _required(e.channels))

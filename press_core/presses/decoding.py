@@ -11,7 +11,7 @@ from torch import Tensor
 from press_core.attention import received_attention
 from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
-from press_core.eviction import Eviction
+from press_core.eviction import Eviction, memory_of
 from press_core.fields import amount_field, count, limited, require, share
 from press_core.press import Press, RatioPress
 from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, acts_in_prefill_only
@@ -218,8 +218,16 @@ class PrefillDecoding(Composition):
             require(self, "prefilling_press", fits, allowed)
 
     def compress(self, call: AttentionCall) -> Eviction:
-        press = self.decoding_press if call.when.decoding else self.prefilling_press
+        press = self._acting(call)
         return Eviction.nothing(call) if press is None else press.evict(call)
+
+    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        press = self._acting(call)
+        remembers = press is not None and press.all_needs & Needs.MEMORY
+        return memory_of([press], call) if remembers else {}
+
+    def _acting(self, call: AttentionCall) -> Press | None:
+        return self.decoding_press if call.when.decoding else self.prefilling_press
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         if self.prefilling_press is None:

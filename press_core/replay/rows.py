@@ -174,7 +174,9 @@ class ReplayPress(RatioPress, InstalledPress):
                         f"{type(self).__name__} runs the tokens of a context again, without the "
                         f"{name} that the decoder was given; use a press that does not replay"
                     )
-            self._require_plain(scope, cache_before(scope, forward), self._real_tokens(forward))
+            cache = cache_before(scope, forward)
+            self._require_plain(scope, cache, None)  # `generate` makes 4-d masks for other caches
+            self._require_plain(scope, cache, self._real_tokens(forward))
         return forward.given
 
     def after_decoder(self, scope: ScopeState, forward: Forward, output: Any) -> None:

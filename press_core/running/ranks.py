@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from press_core.call import AttentionCall
-from press_core.eviction import Eviction, checked_memory
+from press_core.eviction import Eviction, memory_of
 from press_core.observed import Query
 from press_core.press import Press
 
@@ -24,7 +24,7 @@ def decided(press: Press, call: AttentionCall) -> Eviction:
 
 def remembered(press: Press, call: AttentionCall) -> Mapping[str, Tensor]:
     """The result of `Press.remember` for the heads of this rank."""
-    return own_heads(checked_memory(press, of_all_heads(call)), call)
+    return own_heads(memory_of([press], of_all_heads(call)), call)
 
 
 def of_all_heads(call: AttentionCall) -> AttentionCall:
