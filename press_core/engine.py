@@ -54,7 +54,7 @@ def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
-    if layer.is_first and layer.room is not None:
+    if layer.is_first:
         forward.at_end.append(partial(need_masks_beside, layer, cache))
     seen, kept = tokens_seen(layer, None), float(layer.lengths().double().mean())
     kept = site.ranks.mean(kept, decisions.call.keys.device)

@@ -1,5 +1,6 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
+from copy import deepcopy
 from functools import partialmethod
 from itertools import product
 
@@ -15,6 +16,7 @@ from press_core import (
     Evicts,
     HyperparameterError,
     Needs,
+    Phase,
     PressError,
     ScopeError,
     UnsupportedInputError,
@@ -451,3 +453,27 @@ def test_a_press_that_says_nothing_of_a_ratio_may_evict_anything():
     cache = filled(model, None, ids)
     with pytest.warns(RuntimeWarning, match="evicted nothing"), Half()(model):
         model(ids[:, :1], past_key_values=cache)
+
+
+def test_layers_that_a_step_makes_unequal():
+    class FirstLayer(patch_impl.BasePress):
+        phases, due = Phase.PREFILL | Phase.DECODING, True
+
+        def is_due(self, n_steps, n_new):
+            return self.due
+
+        def compress(self, call):
+            if call.when.decoding and call.site.layer_idx:
+                return Eviction.nothing(call)
+            return Eviction.keep(call, torch.arange(8).expand(*call.keys.shape[:2], -1))
+
+    model, press = build("llama"), FirstLayer()
+    with torch.no_grad(), press(model):
+        cache, _ = ran(model, None, [token_ids(1, 20), token_ids(1, 1)])
+        press.due = False
+        assert [n.tolist() for n in kept_lengths(cache)] == [[[8, 8]], [[9, 9]]]
+        (_, (together,)), (_, alone) = (
+            ran(model, None, parts, deepcopy(cache))
+            for parts in ([token_ids(1, 3)], token_ids(1, 3).split(1, dim=1))
+        )
+    torch.testing.assert_close(together, torch.cat(alone, dim=1))

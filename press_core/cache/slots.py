@@ -44,7 +44,7 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
-    if layer.columns(1) != columns_of(first, 1) or not fill_alike(layer, as_pruned(first)):
+    if not share_a_mask(layer, first):
         # Only these implementations of transformers take no mask for a single token.
         unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
         unmasked = unmasked and not site.signature.masks_one and layer.room is None
@@ -56,16 +56,20 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     return needs
 
 
-def fill_alike(layer: PrunedLayer, other: PrunedLayer | None) -> bool:
-    """Whether a mask that shows the filled slots of one buffer fits the other."""
-    return layer.room is None or other is None or layer.n_slots == other.n_slots
+def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
+    """Whether a mask over the (filled) slots of the `first` layer fits both."""
+    if layer.columns(1) != columns_of(first, 1):
+        return False
+    pruned = as_pruned(first)
+    return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
 
 
 def need_masks_beside(first: PrunedLayer, cache: Any) -> None:
-    """After the `first` layer was pruned: buffers that were not need their own mask from now on."""
+    """After the `first` layer was pruned: layers that were not may need their own mask now."""
     for other in cache.layers:
-        if isinstance(other, PrunedLayer) and other.is_pruned and not fill_alike(other, first):
-            other.needs |= ReadingNeeds.MASK
+        if isinstance(other, PrunedLayer) and other.is_pruned and not share_a_mask(other, first):
+            has_own = other.needs & (ReadingNeeds.MASK | ReadingNeeds.MASK_OF_MANY)
+            other.needs |= ReadingNeeds.NOTHING if has_own else ReadingNeeds.MASK
 
 
 def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
