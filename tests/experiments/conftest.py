@@ -13,8 +13,10 @@ from experiments.answers import sweep as sweeps
 from experiments.answers.answerer import ContextAnswerer
 from experiments.answers.cells import run_cell
 from experiments.framework.experiment import Experiment
+from experiments.loading import SHIPPED, load_model
 from experiments.testbed.facts import build_tokenizer
 from tests.experiments.tiny import ONE, TWO, study
+from tests.support import build
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,14 @@ def registered(monkeypatch):
             monkeypatch.setitem(sys.modules, f"experiments.questions.{experiment.name}", module)
 
     return register
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    """Of a test file: its `MODEL`, a shipped one or a tiny one of a family, in its `DTYPE`."""
+    name = getattr(request.module, "MODEL", "llama")
+    made = load_model(name)[0] if name in SHIPPED else build(name)
+    return made.to(getattr(request.module, "DTYPE", torch.float32))
 
 
 @pytest.fixture

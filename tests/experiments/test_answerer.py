@@ -17,15 +17,16 @@ from experiments.testbed.facts import answer_seen, answer_unseen, build_tokenize
 from press_core import RaggedLayer, kept_lengths
 from press_core.cache.kinds import HybridLayer
 from tests.experiments.asked import PRESSES, facts, uneven
-from tests.support import GREEDY, both, in_turn, snapshot, token_ids
+from tests.support import GREEDY, both, filled, in_turn, snapshot, token_ids
 
+MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
 presses = pytest.mark.parametrize("name", list(PRESSES))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load_model("facts-llama")[0].double()  # no rounding error decides an answer
+@pytest.fixture
+def text():
+    return facts(1)[1][0]
 
 
 def words(tokenizer, answers):
@@ -88,8 +89,7 @@ def test_rows_of_a_batch_are_those_of_the_row_alone(answerer, package, name, tog
 
 
 @in_turn("name", PRESSES)
-def test_no_question_sees_another(answerer, package, name):
-    (text,) = facts(1)[1]
+def test_no_question_sees_another(answerer, text, package, name):
     options = {"press": PRESSES[name](package), "max_new_tokens": 3}
     questions = [*text.questions, "? alice ? bob " * 30]  # of other lengths too
     at_once = answerer(text.context, questions, **options)
@@ -107,13 +107,12 @@ def test_no_question_sees_the_linear_state_of_another():
 
 
 @in_turn("name", [name for name in PRESSES if name != "finch"])
-def test_a_given_cache_holds_the_compressed_context_and_no_question(model, answerer, package, name):
-    (text,) = facts(1)[1]
-    press = PRESSES[name](package)
-    expected, cache = DynamicCache(config=model.config), DynamicCache(config=model.config)
+def test_a_given_cache_holds_the_compressed_context_and_no_question(
+    model, answerer, text, package, name
+):
+    press, cache = PRESSES[name](package), DynamicCache(config=model.config)
     ids = answerer.tokenizer(text.context, return_tensors="pt").input_ids
-    with torch.no_grad(), press(model) if press else torch.no_grad():
-        model(ids, past_key_values=expected)
+    expected = filled(model, press, ids)
     answerer(text.context, text.questions, press=press, cache=cache, max_new_tokens=4)
     for one, other in zip(cache.layers, expected.layers, strict=True):
         assert one.get_seq_length() == other.get_seq_length()
@@ -131,9 +130,9 @@ def test_a_cache_with_something_in_it_is_refused(model, answerer):
 
 
 @both
-def test_quantized_caches(package):
+def test_quantized_caches(text, package):
     pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    answerer, text = ContextAnswerer(*load_model("facts-llama")), facts(1)[1][0]
+    answerer = ContextAnswerer(*load_model("facts-llama"))
     press = package.SnapKVPress(0.3, window_size=8)
     config, found = answerer.model.config, []
     for _ in range(2):
@@ -148,18 +147,16 @@ def test_quantized_caches(package):
 
 
 @both
-def test_finch_gets_its_delimiter(model, answerer, package):
+def test_finch_gets_its_delimiter(model, answerer, text, package):
     """What the pipeline keeps is what a prompt with a delimiter written by hand keeps."""
-    (text,) = facts(1)[1]
     tokenizer, press = build_tokenizer(), package.FinchPress(0.5, rerotate_keys=False)
-    cache, expected = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config)
     answerer(text.context, text.questions[:1], press=press, cache=cache, max_new_tokens=1)
     assert press == package.FinchPress(0.5, rerotate_keys=False)
     press.update_model_and_tokenizer(model, tokenizer)
     assert press.delimiter_token == "<|finch_sep|>"
     prompt = f"{text.context} <|finch_sep|> {text.questions[0]}"
-    with torch.no_grad(), press(model):
-        model(tokenizer(prompt, return_tensors="pt").input_ids, past_key_values=expected)
+    expected = filled(model, press, tokenizer(prompt, return_tensors="pt").input_ids)
     for one, other in zip(cache.layers, expected.layers, strict=True):
         assert torch.equal(one.positions, other.positions)
         assert torch.equal(one.keys, other.keys)
@@ -170,7 +167,7 @@ def test_finch_gets_its_delimiter(model, answerer, package):
 
 @both
 @presses
-def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, package, name):
+def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, text, package, name):
     clean, seen = snapshot(model), []
 
     def look(_, args, kwargs):
@@ -179,7 +176,6 @@ def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, package, nam
 
     with model.register_forward_pre_hook(look, with_kwargs=True):
         during_nothing = snapshot(model)
-        (text,) = facts(1)[1]
         options = {"press": PRESSES[name](package), "max_new_tokens": 2}
         answerer(text.context, text.questions[:1], **options)
         unpadded = set(seen)
@@ -193,11 +189,9 @@ def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, package, nam
 @both
 def test_an_error_leaves_nothing_open(model, answerer, package):
     clean = snapshot(model)
+    options = {"press": package.KnormPress(0.5), "temperature": "hot", "do_sample": True}
     with pytest.raises(ValueError, match="temperature"):
-        answerer(
-            "river alice tea", ["? alice"], press=package.KnormPress(0.5), temperature="hot",
-            do_sample=True,
-        )  # fmt: skip
+        answerer("river alice tea", ["? alice"], **options)
     assert snapshot(model) == clean
 
 
@@ -215,8 +209,7 @@ def test_an_error_leaves_nothing_open(model, answerer, package):
         {"generation_config": GenerationConfig(num_beams=3, num_return_sequences=2)},
     ],
 )
-def test_without_a_press_it_is_generate(model, answerer, options):
-    (text,) = facts(1)[1]
+def test_without_a_press_it_is_generate(model, answerer, text, options):
     prompt = answerer.tokenizer(f"{text.context} {text.questions[0]}", return_tensors="pt")
     set_seed(1)
     expected = model.generate(**prompt, max_new_tokens=5, **options)[:, prompt.input_ids.shape[1] :]
@@ -226,8 +219,7 @@ def test_without_a_press_it_is_generate(model, answerer, options):
     assert found == (expected if len(expected) > 1 else expected[0])
 
 
-def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, monkeypatch):
-    (text,) = facts(1)[1]
+def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, text, monkeypatch):
     ask = text.context, text.questions[:1]
     expected = answerer(*ask, max_new_tokens=8, do_sample=False)
     hot = copy.deepcopy(model.generation_config)
@@ -239,9 +231,8 @@ def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, monkeypatch)
 
 
 @pytest.mark.parametrize("in_config", [False, True])
-def test_answers_end_before_the_end_of_sequence(answerer, in_config):
+def test_answers_end_before_the_end_of_sequence(answerer, text, in_config):
     """Also where a batch goes on, and fills the rows that have ended with that token."""
-    (text,) = facts(1)[1]
     (long,) = answerer(text.context, text.questions[:1], max_new_tokens=6)
     end = answerer.tokenizer.convert_tokens_to_ids(long.split()[2])
     options = {"max_new_tokens": 4, "eos_token_id": end, "pad_token_id": end}

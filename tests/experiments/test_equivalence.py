@@ -27,10 +27,6 @@ from tests.support import build
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
 
 
-def invoke(*arguments):
-    return cli("equivalence", *arguments)
-
-
 def words(result):
     """What was printed, without boxes and line breaks."""
     return " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())
@@ -104,16 +100,18 @@ def test_the_status_tells_whether_all_is_equal_and_the_first_difference_is_named
     presses, status, said
 ):
     flags = [word for press in presses for word in ("--press", press)]
-    result = invoke(*flags, "--ratio", "0.5", *SMALL)
+    result = cli("equivalence", *flags, "--ratio", "0.5", *SMALL)
     assert result.exit_code == status, result.output
     assert all(text in words(result) for text in said), words(result)
 
 
 def test_status_is_1_where_there_is_nothing_to_compare():
-    result = invoke("--press", "ExpectedAttentionPress", *SMALL, "--family", "gpt2")
+    result = cli("equivalence", "--press", "ExpectedAttentionPress", *SMALL, "--family", "gpt2")
     assert result.exit_code == 0, "llama was compared"
     assert "ExpectedAttentionPress on gpt2" in words(result)
-    result = invoke("--press", "ExpectedAttentionPress", "--family", "gpt2", "--dtype", "float32")
+    result = cli(
+        "equivalence", "--press", "ExpectedAttentionPress", "--family", "gpt2", "--dtype", "float32"
+    )
     assert result.exit_code == 1
     assert "Nothing was compared" in words(result)
 
@@ -179,11 +177,6 @@ def test_what_is_said_shows_differences(cells):
 # ---- the comparison underneath -------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
 INPUTS = Inputs.random(VOCABULARY, (30, 30))
 PADDED = Inputs.random(VOCABULARY, (30, 20))
 
@@ -207,12 +200,10 @@ def test_one_bit_is_found(model):
 
 def test_positions_count_padding(model):
     difference = compare(model, NewestPress(0.5), NewestButOnePatch(0.5), PADDED)
-    assert difference is not None
     assert (difference.layer, difference.row, difference.head) == (1, 0, 1)
     swapped = Inputs.random(VOCABULARY, (20, 30))
     difference = compare(model, NewestPress(0.5), NewestButOnePatch(0.5), swapped)
     # the first row is padded by ten, so that its first token stands at place ten
-    assert difference is not None
     assert (difference.row, difference.position, difference.patch_value) == (0, 10, 10)
 
 
@@ -242,7 +233,6 @@ def test_later_forwards_are_compared_too(model):
             return (states + 1, *rest) if states.shape[1] == 1 else None
 
     difference = compare(model, hooks_impl.KnormPress(0.5), LatePatch(0.5), INPUTS)
-    assert difference is not None
     assert difference.where == "logits of forward 2 after the prefill"
     assert difference.position == 34
     assert (difference.layer, difference.head) == (None, None)
@@ -251,7 +241,6 @@ def test_later_forwards_are_compared_too(model):
 def test_different_numbers_of_kept_tokens_differ_in_shape(model):
     press = hooks_impl.KnormPress(0.5)
     difference = compare(model, press, replace(press, compression_ratio=0.8), INPUTS)
-    assert difference is not None
     assert difference.where == "shapes of the kept positions after the prefill"
     assert difference.hook_value == "(2, 2, 15) torch.int32"
     assert difference.patch_value == "(2, 2, 5) torch.int32"
@@ -267,7 +256,6 @@ def test_a_press_that_does_not_say_what_it_keeps(model):
 
     assert compare(model, EveryOther(), EveryOther(), INPUTS) is None
     difference = compare(model, EveryOther(), EveryOther(first=1), INPUTS)
-    assert difference is not None
     assert (difference.where, difference.layer) == ("keys after the prefill", 0)
 
 

@@ -22,6 +22,7 @@ from experiments.framework.results import read_table, write_tables
 from experiments.loading import load_model
 from experiments.questions import evaluate
 from tests.experiments.sweeping import FILES, SMALL, answers_of, app, call
+from tests.support import ran
 
 # ---- cells -------------------------------------------------------------------------------------
 
@@ -37,9 +38,7 @@ def test_a_cell_scores_what_the_model_answers():
     for row, sample in zip(result.predictions, samples, strict=True):
         context = tokenizer(sample.context, return_tensors="pt").input_ids
         question = tokenizer(sample.question, add_special_tokens=False, return_tensors="pt")
-        with torch.no_grad(), press(model):
-            cache = model(context, use_cache=True).past_key_values
-            logits = model(question.input_ids, past_key_values=cache).logits
+        _, (_, logits) = ran(model, press, [context, question.input_ids])
         assert row.prediction == tokenizer.decode(logits[0, -1].argmax())
         assert row.score == float(row.prediction == sample.answers[0])
         assert (row.question, row.answers) == (sample.question, list(sample.answers))

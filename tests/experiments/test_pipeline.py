@@ -8,55 +8,46 @@ from transformers import DynamicCache, pipeline
 
 import hooks_impl
 from experiments import UserError
-from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer
 from press_core import kept_lengths
 from tests.experiments.asked import PRESSES, facts, uneven
 from tests.support import both, in_turn, snapshot, table_beside
 
+MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 BAD_INPUT = table_beside(__file__, "bad_pipeline_input")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("facts-llama")[0].double()  # no rounding error decides an answer
 
 
 # ---- text --------------------------------------------------------------------------------------
 
 
-def tokens_read(model, answerer, *args, **options):
-    """All tokens that the model reads before it answers."""
+def text_read(answerer, *args, **options):
+    """All that the model reads before it answers."""
     read = []
 
     def look(_, args, kwargs):
         read.extend(kwargs["input_ids"][0].tolist())
 
-    with model.register_forward_pre_hook(look, with_kwargs=True):
+    with answerer.model.register_forward_pre_hook(look, with_kwargs=True):
         answerer(*args, max_new_tokens=1, **options)
-    return read
+    return answerer.tokenizer.decode(read)
 
 
 @pytest.mark.parametrize("content", ["message.content", "message.content | trim"])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_chat_template_goes_around_context_and_question(model, answerer, content, together):
+def test_a_chat_template_goes_around_context_and_question(answerer, content, together):
     answerer.tokenizer.chat_template = (
         "<bos>{% for message in messages %}open {{ " + content + " }} close{% endfor %}"
         "{% if add_generation_prompt %} north {{ mood }}{% endif %}"
         "{% if enable_thinking is not defined %} wrong{% elif enable_thinking %} near{% endif %}"
     )
-    options = {"template_options": {"mood": "quiet"}, "answer_prefix": " same"}
-    read = tokens_read(
-        model, answerer, "river alice tea", [" ? alice"], compress_questions=together, **options
-    )
-    expected = "<bos> open river alice tea ? alice close north quiet same"
-    assert answerer.tokenizer.decode(read) == expected
-    read = tokens_read(
-        model, answerer, "river", [" ? alice"], compress_questions=together, enable_thinking=True
-    )
-    assert answerer.tokenizer.decode(read) == "<bos> open river ? alice close north near"
-    plain = tokens_read(model, answerer, "river alice tea", ["? alice"], chat_template=False)
-    assert answerer.tokenizer.decode(plain) == "<bos> river alice tea ? alice"
+    options = {"compress_questions": together}
+    more = {"template_options": {"mood": "quiet"}, "answer_prefix": " same"}
+    read = text_read(answerer, "river alice tea", [" ? alice"], **options, **more)
+    assert read == "<bos> open river alice tea ? alice close north quiet same"
+    read = text_read(answerer, "river", [" ? alice"], **options, enable_thinking=True)
+    assert read == "<bos> open river ? alice close north near"
+    plain = text_read(answerer, "river alice tea", ["? alice"], chat_template=False)
+    assert plain == "<bos> river alice tea ? alice"
 
 
 def test_each_context_may_have_an_answer_prefix(model, answerer):
@@ -65,14 +56,12 @@ def test_each_context_may_have_an_answer_prefix(model, answerer):
     assert found == [["tea"], ["drum"]]
 
 
-def test_long_contexts_lose_their_middle_and_say_so(model, answerer, caplog):
+def test_long_contexts_lose_their_middle_and_say_so(answerer, caplog):
     context = " ".join(["river"] * 20 + ["alice", "tea"] + ["stone"] * 20)
-    tokens_read(model, answerer, context, ["? alice"], max_context_length=43)
+    text_read(answerer, context, ["? alice"], max_context_length=43)
     assert not caplog.records
-    read = tokens_read(model, answerer, context, ["? alice"], max_context_length=11)
-    assert answerer.tokenizer.decode(read) == (
-        "<bos> river river river river <unk> <unk> <unk> <unk> <unk> <unk> ? alice"
-    )
+    read = text_read(answerer, context, ["? alice"], max_context_length=11)
+    assert read == "<bos> river river river river <unk> <unk> <unk> <unk> <unk> <unk> ? alice"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith("a context of 43 tokens is cut to 11")
@@ -131,10 +120,9 @@ def test_without_a_question_or_a_context_the_text_goes_on(
     pressed = getattr(package, press)(0.0) if press else None
     ids = answerer.tokenizer(context, return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=3)[0, ids.shape[1] :]
+    options = {"press": pressed, "max_new_tokens": 3}
     for together in (False, True):
-        found = answerer(
-            context, questions, press=pressed, max_new_tokens=3, compress_questions=together
-        )
+        found = answerer(context, questions, compress_questions=together, **options)
         assert found == [answerer.tokenizer.decode(expected)]
 
 

@@ -9,30 +9,17 @@ import torch
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.loading import load_model
 from experiments.questions import quality
 from experiments.questions.quality import EXPERIMENT, Options
-from experiments.testbed.facts import (
-    Task,
-    answer_seen,
-    answer_unseen,
-    build_tokenizer,
-    check_vocabulary,
-    draw,
-)
+from experiments.testbed.facts import Task, answer_seen, answer_unseen, check_vocabulary, draw
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, kept_lengths
 from tests.experiments.tiny import SILENT
 from tests.support import both, build, snapshot
 
+MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
 SMALL = Task(context=32, facts=4, samples=3, seen_samples=10)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """In float64, so that answers do not hang on rounding."""
-    return load_model("facts-llama")[0].double()
 
 
 def batch_of(rows=3, context=32, facts=4, seed=0):
@@ -174,8 +161,7 @@ def test_a_press_that_the_model_does_not_suit_is_left_out(monkeypatch):
         list(quality.suited(build("gpt2"), asked, SILENT))
 
 
-def test_another_vocabulary_is_refused():
-    tokenizer = build_tokenizer()
+def test_another_vocabulary_is_refused(tokenizer):
     check_vocabulary(tokenizer, "facts")
     tokenizer.add_tokens(["zebra"])
     with pytest.raises(UserError, match="vocabulary"):

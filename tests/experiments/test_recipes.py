@@ -2,26 +2,20 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import hooks_impl
 from experiments import UserError
 from experiments.framework.plots import press_label
-from experiments.loading import load_model
 from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import DELIMITER, PROMPTS, press_name, recipe_pair, suited_pair
 from press_core import kept_lengths
 from press_core.learned.calibration import Calibration
-from tests.support import build
+from tests.support import build, ran
 
+MODEL = "facts-llama"
 LENGTH = 512
 TOLD_A_SHARE = sorted(set(hooks_impl.PRESSES) - {"ThinKPress", "SimLayerKVPress"})
 everyone = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("facts-llama")[0]
 
 
 @everyone
@@ -39,10 +33,7 @@ def test_about_as_much_is_evicted_as_was_asked_for(name, model):
     inputs = Inputs.random(model.config.vocab_size, (LENGTH,), question=0, steps=1)
     if name == "FinchPress":
         inputs = inputs.with_delimiter(DELIMITER, question=6)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), press(model):
-        for ids in (inputs.context, *inputs.following):
-            model(ids, past_key_values=cache)
+    cache, _ = ran(model, press, (inputs.context, *inputs.following))
     evicted = 1 - torch.cat(kept_lengths(cache)).double().mean() / (LENGTH + 1)
     low = 0.63 if name == "DMSPress" else 0.69  # it spares a window
     assert low < evicted < 0.8

@@ -10,12 +10,9 @@ from transformers import DynamicCache
 from experiments.loading import load_model
 from experiments.testbed.training import sink, stdlib
 from hooks_impl import StreamingLLMDecodingPress
-from tests.support import build, token_ids
+from tests.support import ran, token_ids
 
-
-@pytest.fixture(scope="module")
-def model():
-    return build("gpt_neox")
+MODEL = "gpt_neox"
 
 
 # ---- the push ------------------------------------------------------------------------------------
@@ -55,10 +52,8 @@ def lost_without_the_first(model, ids):
     losses = []
     for n_sink in (0, 4):
         press = StreamingLLMDecodingPress(max_capacity=127, n_sink=n_sink, rerotate=True)
-        cache = DynamicCache()
-        with press(model):
-            logits = [model(token[None], past_key_values=cache).logits[0] for token in ids.mT[:-1]]
-        late = torch.cat(logits)[128:]
+        _, logits = ran(model, press, ids[:, :-1].split(1, dim=1), DynamicCache())
+        late = torch.cat(logits, dim=1)[0, 128:]
         losses.append(float(torch.nn.functional.cross_entropy(late, ids[0, 129:])))
     return losses[0] - losses[1]
 

@@ -5,8 +5,6 @@ import sys
 from itertools import product
 
 import pytest
-import torch
-from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
@@ -15,16 +13,11 @@ from experiments.questions.trace import EXPERIMENT, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
-from tests.support import build, snapshot, table_beside, token_ids
+from tests.support import build, filled, snapshot, table_beside, token_ids
 
 LENGTH = 80
 SIDES = {"hook": (hooks_impl, "forward hook"), "patch": (patch_impl, "wrapper")}
 both_sides = pytest.mark.parametrize("mechanism", SIDES)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("llama")
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +55,7 @@ def test_numbers_are_those_of_an_untraced_prefill(model, snapkv, mechanism):
     order = list(zip(own["step"], own["layer"], strict=True))
     assert order == sorted(order)
     assert set(order) == set(product(range(3), range(2)))
-    cache, (package, _) = DynamicCache(), SIDES[mechanism]
-    with torch.inference_mode(), package.SnapKVPress(0.5)(model):
-        model(token_ids(1, LENGTH), past_key_values=cache)
+    cache = filled(model, SIDES[mechanism][0].SnapKVPress(0.5), token_ids(1, LENGTH))
     kept = own[own["step"] == 0].groupby("layer")["keys"].last().tolist()
     assert kept == [int(lengths.max()) for lengths in kept_lengths(cache)] == [40, 40]
 
