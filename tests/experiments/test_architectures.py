@@ -12,23 +12,9 @@ import pytest
 import transformers
 
 from experiments.framework.results import read_table
-from experiments.questions.architectures import (
-    BOTH,
-    EXPERIMENT,
-    NEITHER,
-    PATCH,
-    REPRESENTATIVES,
-    WRONG,
-    reach,
-    sweep,
-)
-from experiments.questions.architectures.cells import (
-    SUBJECTS,
-    Bench,
-    Cell,
-    NotApplicableError,
-    cells,
-)
+from experiments.questions import architectures
+from experiments.questions.architectures import EXPERIMENT, cells, reach, sweep
+from experiments.questions.architectures.cells import SUBJECTS, Bench, Cell
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
 from press_core import PressError, attention_sites
@@ -53,19 +39,21 @@ def some_conditions(cell: Cell) -> bool:
     return of_turn or (cell.cache == "default" and not cell.padded)
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVES)
+@pytest.mark.parametrize("name", architectures.REPRESENTATIVES)
 def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
-    rows = pd.DataFrame(rows_of(KNOWN[name], filter(some_conditions, cells())), columns=COLUMNS)
+    asked = filter(some_conditions, cells.cells())
+    rows = pd.DataFrame(rows_of(KNOWN[name], asked), columns=COLUMNS)
     bad = rows[rows["outcome"].isin(BAD)]
     assert bad.empty, bad[["press", "mechanism", "attention", "cache", "outcome", "reason"]]
     reached = reach(condensed(rows)).set_index("press")["reach"]
     refused = REFUSED.get(name, {})
     if transformers.__version__.startswith("5.2."):
         refused = refused.get("on 5.2", refused)
-    expected = {press: BOTH for press in SUBJECTS}
     by_both = refused.get("both", ())
-    expected |= {press: NEITHER for press in (SUBJECTS if by_both == "all" else by_both)}
-    expected |= {press: PATCH for press in refused.get("hooks", ())}
+    by_neither = SUBJECTS if by_both == "all" else by_both
+    expected = dict.fromkeys(SUBJECTS, architectures.BOTH)
+    expected |= dict.fromkeys(by_neither, architectures.NEITHER)
+    expected |= dict.fromkeys(refused.get("hooks", ()), architectures.PATCH)
     assert dict(reached) == expected
 
 
@@ -74,7 +62,7 @@ def test_most_types_can_be_built() -> None:
 
 
 def test_a_model_that_needs_more_than_text_is_left_out() -> None:
-    with pytest.raises(NotApplicableError, match="pixel_values"):
+    with pytest.raises(cells.NotApplicableError, match="pixel_values"):
         Bench(build(KNOWN["blip"]))
 
 
@@ -134,7 +122,7 @@ def test_the_worst_condition_counts() -> None:
     (row,) = table.to_dict("records")
     assert (row["hook"], row["patch"], row["reason"]) == ("wrong", "right", "off")
     assert (row["cells"], row["bad"]) == (3, 1)
-    assert list(reach(table)["reach"]) == [WRONG]
+    assert list(reach(table)["reach"]) == [architectures.WRONG]
     assert not EXPERIMENT.passed({"architectures": table})
 
 

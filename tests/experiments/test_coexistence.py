@@ -8,19 +8,9 @@ import pytest
 import hooks_impl
 from experiments.interventions import COMPANIONS, Intervention
 from experiments.questions import coexistence
-from experiments.questions.coexistence import (
-    AFTER,
-    BEFORE,
-    ERROR,
-    EXPERIMENT,
-    INSIDE,
-    MINE,
-    PHASES,
-    RIGHT,
-    WRONG,
-    Options,
-)
+from experiments.questions.coexistence import ERROR, EXPERIMENT, MINE, PHASES, RIGHT, WRONG
 
+BEFORE, INSIDE, AFTER = PHASES
 QUICK = [name for name, companion in COMPANIONS.items() if not companion.is_slow]
 # A hook cannot follow a query projection that is replaced while it is open, and says so.
 REPLACES_PROJECTIONS = ("PEFT LoRA", "PEFT LoRA, merged", "quanto int8 weights")
@@ -116,6 +106,6 @@ def test_the_verdict_is_that_of_ours(outcomes, verdict):
 
 
 def test_slow_companions_are_left_to_ours():
-    options = Options(mechanism=("hooks", "class patch"), companion=("torch.compile",))
+    options = coexistence.Options(mechanism=("hooks", "class patch"), companion=("torch.compile",))
     cells = EXPERIMENT.cells(options)
     assert [(name, phase) for name, _, phase in cells] == [("hooks", BEFORE), ("hooks", INSIDE)]

@@ -8,46 +8,23 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
-from experiments.questions.headwise.four_ways import (
-    ERROR,
-    FULL,
-    IMPLEMENTATIONS,
-    MISSING,
-    OTHER,
-    SAME,
-    UNIFORM,
-    caches,
-    decode_times,
-    step_seconds,
-    trials,
-)
+from experiments.questions.headwise import four_ways
+from experiments.questions.headwise.four_ways import ERROR, FULL, SAME, UNIFORM, caches, trials
+from experiments.testbed import variants
 from experiments.testbed.families import supported_implementations
-from experiments.testbed.variants import (
-    VARIANTS,
-    Variant,
-    evicted,
-    head_mask,
-    kept_in,
-    prefill,
-    sites_of,
-)
+from experiments.testbed.variants import VARIANTS
 from press_core import UnsupportedInputError, attention_sites, cache_nbytes, kept_lengths
 from press_core.budget import n_kept
-from tests.support import build, snapshot, token_ids
+from tests.support import build, filled, snapshot, token_ids
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda c: c.name)
 PRESS = hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build("llama")
-
-
-@pytest.fixture(scope="module")
 def pruned(model):
     """A full cache of 40 tokens, and what AdaKV keeps of it."""
-    return prefill(model, PRESS, input_ids=token_ids(2, 40))
+    return variants.prefill(model, PRESS, input_ids=token_ids(2, 40))
 
 
 @pytest.fixture(scope="module")
@@ -69,33 +46,30 @@ def logits(model, variant, full, kept, ids):
 def test_variants_give_the_logits_of_the_reference_on(family, flex_was_used):
     offered = supported_implementations(family)
     model = build(family, attn_implementation=offered[0])
-    for implementation in (*IMPLEMENTATIONS, offered[0]):  # transformers notes it on the class
+    # transformers notes it on the class
+    for implementation in (*four_ways.IMPLEMENTATIONS, offered[0]):
         with suppress(ValueError):
             model.set_attn_implementation(implementation)
     before = snapshot(model)
     table = trials(model, lengths=(40, 32))
     assert snapshot(model) == before
-    assert len(table) == 2 * len(IMPLEMENTATIONS) * len(VARIANTS)
+    assert len(table) == 2 * len(four_ways.IMPLEMENTATIONS) * len(VARIANTS)
     of = table[table["implementation"].isin(offered)]
     for (name, question), rows in of.groupby(["condition", "question"]):
         # No key is overlooked by more queries than a head has channels, or under capped logits.
         fails = name == "fake keys" and (question > 16 or family == "gemma2")
         assert set(rows["outcome"]) == {ERROR if fails else SAME}, (name, question)
     unsupported = table[~table["implementation"].isin(offered)]
-    assert set(unsupported["outcome"]) <= {MISSING}
+    assert set(unsupported["outcome"]) <= {four_ways.MISSING}
     assert (table["why"] == "").equals(table["outcome"] == SAME)
 
 
 @every_variant
 def test_where_heads_agree_it_is_a_shorter_cache(model, variant):
     """A reference without any mask: the same tokens cut out of the cache."""
-    ids, question, kept_tokens = (
-        token_ids(1, 30),
-        token_ids(1, 3, seed=1),
-        torch.arange(30) % 3 != 1,
-    )
+    question, kept_tokens = token_ids(1, 3, seed=1), torch.arange(30) % 3 != 1
+    full = filled(model, None, token_ids(1, 30))
     with torch.no_grad():
-        full = model(ids, use_cache=True).past_key_values
         cut = deepcopy(full)
         for layer in cut.layers:
             layer.keys, layer.values = (s[:, :, kept_tokens] for s in (layer.keys, layer.values))
@@ -107,11 +81,11 @@ def test_where_heads_agree_it_is_a_shorter_cache(model, variant):
 
 
 def test_a_variant_that_is_wrong_is_found_out(model, monkeypatch):
-    """One that attends to what was evicted."""
-    wrong = Variant("mask by hook", lambda *_: nullcontext(), frees=False)
+    """One that attends to what was variants.evicted."""
+    wrong = variants.Variant("mask by hook", lambda *_: nullcontext(), frees=False)
     monkeypatch.setitem(VARIANTS, "mask by hook", wrong)
     table = trials(model, lengths=(40,))
-    assert set(table.loc[table["condition"] == "mask by hook", "outcome"]) == {OTHER}
+    assert set(table.loc[table["condition"] == "mask by hook", "outcome"]) == {four_ways.OTHER}
     assert set(table.loc[table["condition"] == "ragged", "outcome"]) == {SAME}
 
 
@@ -132,7 +106,7 @@ def test_scopes_leave_nothing_and_touch_what_is_told(model, pruned, variant):
         hooked = variant.name == "mask by hook"
         assert patched == [not hooked] * 3
         assert [bool(of_site) for of_site in hooks] == [hooked] * 2
-        assert torch.equal(model(ids).logits, expected)  # a prefill is as ever
+        assert torch.equal(model(ids).logits, expected)  # a variants.prefill is as ever
     with pytest.raises(RuntimeError, match="inside"), variant.open(model, kept):
         raise RuntimeError("inside")
     assert snapshot(model) == before
@@ -145,11 +119,9 @@ def test_scopes_leave_nothing_and_touch_what_is_told(model, pruned, variant):
 
 def test_what_is_kept_is_read_off_the_cache(model, pruned):
     full, kept = deepcopy(pruned[0]), pruned[1]
-    with PRESS(model):
-        cache = model(token_ids(2, 40), use_cache=True).past_key_values
-    left = evicted(full, kept)
+    cache, left = filled(model, PRESS, token_ids(2, 40)), variants.evicted(full, kept)
     for pruned_cache in (cache, left):
-        found = kept_in(pruned_cache)
+        found = variants.kept_in(pruned_cache)
         assert set(found) == {0, 1}
         for layer, heads in found.items():
             assert torch.equal(heads, kept[layer])
@@ -166,10 +138,10 @@ def test_what_is_kept_is_read_off_the_cache(model, pruned):
 
 
 def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypatch):
-    (site, heads), _ = sites_of(model, pruned[1])
+    (site, heads), _ = variants.sites_of(model, pruned[1])
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(UnsupportedInputError, match="one mask for all heads"):
-        head_mask(site, heads, None, torch.zeros(2, 1, 64), 41)
+        variants.head_mask(site, heads, None, torch.zeros(2, 1, 64), 41)
 
 
 # ---- times ---------------------------------------------------------------------------------------
@@ -178,7 +150,7 @@ def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypa
 def test_every_cache_is_timed_and_weighed(model):
     before, advanced = snapshot(model), []
     ratios, turns = (0.5, 0.8), {"rounds": 6, "advance": lambda: advanced.append(1)}
-    table = decode_times(model, 512, ratios, repeats=1, **turns)
+    table = four_ways.decode_times(model, 512, ratios, repeats=1, **turns)
     assert snapshot(model) == before
     assert len(advanced) == 6
     pressed = [(name, ratio) for ratio in ratios for name in (UNIFORM, *VARIANTS)]
@@ -212,7 +184,7 @@ def test_every_timed_step_starts_from_the_same_cache(model):
             outputs = []
             with opened():
                 for _ in range(2):
-                    step_seconds(model, cache, 64)
+                    four_ways.step_seconds(model, cache, 64)
             assert torch.equal(*outputs)
             assert torch.equal(given.setdefault(name.condition, outputs[0]), outputs[0])
     for name in VARIANTS:

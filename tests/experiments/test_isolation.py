@@ -5,18 +5,8 @@ import torch
 
 from experiments.audit import differences, snapshot
 from experiments.mechanisms.scenarios import Moment, answer
-from experiments.questions.isolation import (
-    AFTER,
-    ERROR,
-    EXPERIMENT,
-    FOR_GOOD,
-    INSIDE,
-    RECOVERS,
-    SITUATIONS,
-    UNTOUCHED,
-    Options,
-    in_thread,
-)
+from experiments.questions import isolation
+from experiments.questions.isolation import EXPERIMENT, SITUATIONS, UNTOUCHED
 from experiments.testbed.compare import Response
 from tests.experiments.tiny import SILENT
 from tests.support import build, table_beside
@@ -26,7 +16,7 @@ REACHES = table_beside(__file__, "reaches")
 
 @pytest.fixture(scope="module")
 def table():
-    options = Options(mechanism=("hooks", "patches", "plain hook"))
+    options = isolation.Options(mechanism=("hooks", "patches", "plain hook"))
     return EXPERIMENT.measure(options, SILENT)["isolation"]
 
 
@@ -40,7 +30,7 @@ def mine():
 
 def test_answers_differ_in_a_bit_and_in_what_a_cache_holds(mine):
     assert mine.difference(answer(build("llama"))) == ""
-    assert mine.difference(in_thread(build("llama"))) == ""
+    assert mine.difference(isolation.in_thread(build("llama"))) == ""
     states = [tensor.clone() for tensor in mine.states]
     states[-1].view(torch.int32)[0, 0, -1, -1] ^= 1
     assert mine.difference(Response(mine.logits, states, mine.seen)).startswith("states off by")
@@ -60,19 +50,19 @@ def test_outcomes(mine):
 
     def became(inside, after, then=lambda: None):
         def scenario():
-            yield Moment(INSIDE, mine, inside)
-            yield Moment(AFTER, mine, after)
+            yield Moment(isolation.INSIDE, mine, inside)
+            yield Moment(isolation.AFTER, mine, after)
             then()
 
         return EXPERIMENT.outcome(scenario(), "llama")
 
     same, other = (lambda: mine), (lambda: theirs)
     assert became(same, same) == (UNTOUCHED, "")
-    assert became(other, same)[0] == RECOVERS
-    assert became(other, other)[0] == became(same, other)[0] == FOR_GOOD
-    assert became(gone, other) == (ERROR, "inside: KeyError: 'gone'")
-    assert became(other, gone) == (ERROR, "after: KeyError: 'gone'")
-    assert became(same, same, gone) == (ERROR, "KeyError: 'gone'")
+    assert became(other, same)[0] == isolation.RECOVERS
+    assert became(other, other)[0] == became(same, other)[0] == isolation.FOR_GOOD
+    assert became(gone, other) == (isolation.ERROR, "inside: KeyError: 'gone'")
+    assert became(other, gone) == (isolation.ERROR, "after: KeyError: 'gone'")
+    assert became(same, same, gone) == (isolation.ERROR, "KeyError: 'gone'")
 
 
 # ---- the matrix --------------------------------------------------------------------------------

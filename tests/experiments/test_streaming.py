@@ -11,31 +11,14 @@ from experiments import UserError
 from experiments.loading import load_model
 from experiments.questions import streaming
 from experiments.questions.streaming import EXPERIMENT, Options, rows_of, size_for
-from experiments.testbed.streams import (
-    FULL,
-    IGNORED,
-    IN_CACHE,
-    RECOMPUTED,
-    SINKS,
-    STREAMED,
-    WINDOW,
-    Size,
-    Stream,
-    Text,
-    read_text,
-    recomputed_losses,
-    stream_text,
-)
+from experiments.testbed import streams
+from experiments.testbed.streams import FULL, RECOMPUTED, SINKS, STREAMED, WINDOW, Stream, Text
 from press_core import cache_nbytes, kept_lengths
 from tests.experiments.tiny import SILENT
-from tests.support import build, snapshot, token_ids
+from tests.support import snapshot, token_ids
 
-SMALL = Size(tokens=60, capacity=15, full=40, n_sink=2, stretch=10)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build("gpt_neox")
+MODEL = "gpt_neox"
+SMALL = streams.Size(tokens=60, capacity=15, full=40, n_sink=2, stretch=10)
 
 
 def text_of(ids):
@@ -50,7 +33,7 @@ def text():
 @pytest.fixture(scope="module")
 def table(model, text):
     before = snapshot(model)
-    found = stream_text(model, text, SMALL, SILENT).assign(model="tiny")
+    found = streams.stream_text(model, text, SMALL, SILENT).assign(model="tiny")
     assert snapshot(model) == before
     return found
 
@@ -106,7 +89,7 @@ def test_a_full_cache_loses_nothing(model, text):
 
 
 def test_recomputed_windows_begin_as_the_text_does(model, text):
-    losses = recomputed_losses(model, text, window=16)
+    losses = streams.recomputed_losses(model, text, window=16)
     assert losses.shape == (60,)
     assert losses[:16] == pytest.approx(losses_at_once(model, text, range(16)), abs=1e-4)
     for end in (20, 24, 56, 60):  # each forward serves four tokens, with twelve before them
@@ -121,25 +104,25 @@ def test_a_file_is_read_as_text_without_unknown_words_as_targets(model, tmp_path
     _, tokenizer = load_model("stdlib-neox")
     path = tmp_path / "some.txt"
     path.write_text("return self.value qqqq\n" * 20, encoding="utf-8")
-    read = read_text(tokenizer, 13, path)
+    read = streams.read_text(tokenizer, 13, path)
     words = tokenizer.convert_ids_to_tokens(read.ids.tolist())
     assert words[:7] == ["<bos>", "return", "self", ".", "value", "<unk>", "\n"]
-    unknown = read.targets == IGNORED
+    unknown = read.targets == streams.IGNORED
     assert unknown.nonzero().flatten().tolist() == [4, 10]
     assert read.targets[:-1][~unknown[:-1]].equal(read.ids[1:][~unknown[:-1]])
     small = Text(read.ids % 100, read.targets.where(unknown, read.targets % 100))
     assert Stream(model, small, None).advance(13)[0].isnan().equal(unknown)
-    assert recomputed_losses(model, small, 16).isnan().equal(unknown)
+    assert streams.recomputed_losses(model, small, 16).isnan().equal(unknown)
     with pytest.raises(UserError, match=r" 500 tokens.*some.txt has 120 "):
-        read_text(tokenizer, 500, path)
+        streams.read_text(tokenizer, 500, path)
     path.write_text("qqqq " * 20, encoding="utf-8")
     with pytest.raises(UserError, match=r"no word .*some.txt"):
-        read_text(tokenizer, 12, path)
+        streams.read_text(tokenizer, 12, path)
 
 
 def test_standard_library_is_long_enough():
     _, tokenizer = load_model("stdlib-neox")
-    assert len(read_text(tokenizer, Options.tokens).ids) == Options.tokens
+    assert len(streams.read_text(tokenizer, Options.tokens).ids) == Options.tokens
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -157,14 +140,14 @@ def test_every_cache_is_measured_along_the_text(table, model, text):
     assert table[["capacity", "n_sink"]].drop_duplicates().to_numpy().tolist() == [[15, 2]]
     full = losses_at_once(model, text, range(40)).unflatten(0, (4, 10)).mean(1)
     assert rows_of(table, FULL)["loss"].to_numpy() == pytest.approx(full.numpy(), abs=1e-4)
-    recomputed = recomputed_losses(model, text, 16).unflatten(0, (6, 10)).mean(1)
+    recomputed = streams.recomputed_losses(model, text, 16).unflatten(0, (6, 10)).mean(1)
     found = rows_of(table, RECOMPUTED)["loss"].to_numpy()
     assert found == pytest.approx(recomputed.numpy(), abs=1e-6)
 
 
 def test_positions_matter_once_tokens_are_evicted(table):
-    losses = [rows_of(table, cache)["loss"].tolist() for cache in (WINDOW, SINKS, IN_CACHE)]
-    window, original, turned = losses
+    caches = (WINDOW, SINKS, streams.IN_CACHE)
+    window, original, turned = (rows_of(table, cache)["loss"].tolist() for cache in caches)
     assert window[0] == original[0] == turned[0]
     assert window[2:] != original[2:] != turned[2:]
 
@@ -178,7 +161,7 @@ def made_up(**losses):
     Args:
         losses: of the window, w; of sinks + window, s, and with original positions, o.
     """
-    named = {WINDOW: "w", IN_CACHE: "s", SINKS: "o"}
+    named = {WINDOW: "w", streams.IN_CACHE: "s", SINKS: "o"}
     rows = [
         cache._asdict()
         | {"first": first, "end": first + 10, "bytes": 1024}
@@ -266,8 +249,8 @@ def test_the_table_and_the_figure_have_a_line_per_cache(table):
 def test_sizes_follow_the_model(model):
     stretch = Options.tokens // 80
     by_model = {"capacity": 1023, "full": 4 * 4096, "stretch": stretch}
-    assert size_for(model, Options()) == Size(Options.tokens, **by_model)
+    assert size_for(model, Options()) == streams.Size(Options.tokens, **by_model)
     shipped, _ = load_model("stdlib-neox")
-    assert size_for(shipped, Options()) == Size(Options.tokens, stretch=stretch)
+    assert size_for(shipped, Options()) == streams.Size(Options.tokens, stretch=stretch)
     given = Options(tokens=500, capacity=31, n_sink=1, full=64)
-    assert size_for(shipped, given) == Size(500, 31, 64, 1)
+    assert size_for(shipped, given) == streams.Size(500, 31, 64, 1)
