@@ -171,6 +171,10 @@ def found(changes, kind, owner, name):
     ]
 
 
+def named(changes):
+    return [(change.how, change.place.name) for change in changes]
+
+
 @pytest.mark.parametrize(
     ("reach", "place"), [(reach, place) for reach in PLANTS for place in PLANTS[reach]]
 )
@@ -198,9 +202,7 @@ def test_a_plant_is_found_while_open_or_as_left(reach, place, model, monkeypatch
 def test_what_was_there_may_be_missing_afterwards(model):
     with model.register_forward_hook(planted) as handle:
         result = audit(handle.remove, model)
-    assert [(c.how, c.place.name) for c in result.left] == [
-        ("removed", f"_forward_hooks[{handle.id}]")
-    ]
+    assert named(result.left) == [("removed", f"_forward_hooks[{handle.id}]")]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "gemma2"])
@@ -265,19 +267,14 @@ def test_what_is_exchanged_counts_once(model, monkeypatch):
         monkeypatch.setattr(modeling_llama, "rotate_half", planted)
 
     result = audit(exchange, model)
-    assert [(c.how, c.place.name) for c in result.left] == [
-        ("changed", "q_proj"),
-        ("changed", "rotate_half"),
-    ]
+    assert named(result.left) == [("changed", "q_proj"), ("changed", "rotate_half")]
 
 
 def test_a_module_that_is_used_twice_is_seen_under_both_names(model):
     model.model.layers[1].self_attn = attention(model)
     result = audit(lambda: setattr(attention(model), "note", 1), model)
-    assert {change.place.owner for change in result.left} == {
-        "model.layers.0.self_attn",
-        "model.layers.1.self_attn",
-    }
+    owners = {f"model.layers.{i}.self_attn" for i in (0, 1)}
+    assert {change.place.owner for change in result.left} == owners
 
 
 def test_an_import_is_no_list_of_what_the_module_holds(model, monkeypatch):
@@ -344,6 +341,5 @@ def test_a_subject_has_to_be_called_or_entered(model):
 def test_any_module_can_be_audited():
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     result = audit(lambda: module.append(nn.ReLU()), module)
-    assert [(c.how, c.place.kind, c.place.name) for c in result.left] == [
-        ("added", "submodule", "2")
-    ]
+    assert named(result.left) == [("added", "2")]
+    assert result.left[0].place.kind == "submodule"

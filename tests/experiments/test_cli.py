@@ -14,7 +14,7 @@ from experiments import EXPERIMENTS, UserError
 from experiments.cli import COMMANDS
 from experiments.loading import ModelNotFoundError
 from press_core import HyperparameterError
-from tests.experiments.tiny import cli, refused
+from tests.experiments.tiny import cli, refused, succeeded
 
 
 def offer(monkeypatch, error: Exception) -> None:
@@ -23,14 +23,12 @@ def offer(monkeypatch, error: Exception) -> None:
     def command() -> None:
         raise error
 
-    monkeypatch.setitem(
-        sys.modules, "experiments.questions.trace", SimpleNamespace(command=command)
-    )
+    module = SimpleNamespace(command=command)
+    monkeypatch.setitem(sys.modules, "experiments.questions.trace", module)
 
 
 def test_help_lists_every_command_with_its_help():
-    result = cli("--help")
-    assert result.exit_code == 0
+    result = succeeded("--help")
     assert "must you patch its code" in result.output
     text = " ".join(result.output.replace("│", " ").split())
     places = [text.index(f"{name} {entry.help[:30]}") for name, entry in COMMANDS.items()]
@@ -51,9 +49,7 @@ def test_help_comes_without_torch():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_of_its_own(name):
-    result = cli(name, "--help")
-    assert result.exit_code == 0, result.output
-    assert f"{name} [OPTIONS]" in result.output
+    assert f"{name} [OPTIONS]" in succeeded(name, "--help").output
 
 
 @pytest.mark.parametrize(
@@ -96,8 +92,7 @@ def test_train(monkeypatch, tmp_path, name):
     seen = []
     fake = SimpleNamespace(train=lambda *args, **named: seen.append((*args, *named.values())))
     monkeypatch.setitem(sys.modules, f"experiments.testbed.training.{name}", fake)
-    result = cli("train", name, "--output", tmp_path, "--seed", "7")
-    assert result.exit_code == 0, result.output
+    succeeded("train", name, "--output", tmp_path, "--seed", "7")
     assert seen == [("facts-llama", tmp_path) if name == "fitted" else (tmp_path, 7)]
     assert cli("train", name).exit_code == (0 if name == "fitted" else 2)
 

@@ -4,26 +4,18 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import UserError
 from experiments.loading import load_model
-from experiments.questions.headwise import EXPERIMENT, Options, Part
-from experiments.questions.headwise.budgets import (
-    ALL,
-    HEADWISE,
-    UNIFORM,
-    differences,
-    pairs,
-    streaming,
-)
+from experiments.questions.headwise import EXPERIMENT, Options, Part, budgets
+from experiments.questions.headwise.budgets import ALL, HEADWISE, UNIFORM, differences, pairs
 from experiments.questions.headwise.four_ways import OTHER
-from experiments.testbed.facts import UNSEEN, VOCABULARY, Task, build_tokenizer
+from experiments.testbed.facts import UNSEEN, VOCABULARY, Task
 from press_core import kept_lengths
 from press_core.budget import n_kept
 from press_core.learned.measured import HeadScores
-from tests.experiments.tiny import SILENT
-from tests.support import build
+from tests.experiments.tiny import SILENT, saved
+from tests.support import build, filled
 
 SMALL = Task(context=96, facts=4, samples=3)
 RATIOS = (0.5, 0.8)
@@ -34,9 +26,7 @@ N_PAIRS = 6
 def tables(tmp_path_factory):
     asked_for = {"samples": SMALL.samples, "context": SMALL.context, "facts": SMALL.facts}
     tables = measured(Part.BUDGETS, ratio=RATIOS, **asked_for)
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build("llama").save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    folder = saved(tmp_path_factory.mktemp("models") / "tiny")
     few = {"contexts": (128, 256), "ratio": RATIOS, "rounds": 2}
     tables |= measured(Part.DECODING, model=str(folder), **few)
     return tables | measured(Part.CONDITIONS, family=("llama",))
@@ -58,7 +48,7 @@ def finding(name, **tables):
 @pytest.mark.parametrize(("layers", "heads", "length"), [(4, 4, 513), (2, 2, 200), (32, 8, 4096)])
 def test_streaming_heads_evict_the_share_asked_for(ratio, layers, heads, length):
     scores = HeadScores(torch.rand(layers, heads, generator=torch.Generator().manual_seed(0)))
-    press = streaming(ratio, scores, length)
+    press = budgets.streaming(ratio, scores, length)
     kept = press.sink_size + press.recent_size
     evicted = press.head_compression_ratio * (1 - kept / length)
     possible = min(ratio, 1 - 16 / length)  # no head keeps less than 16 tokens
@@ -69,7 +59,7 @@ def test_streaming_heads_evict_the_share_asked_for(ratio, layers, heads, length)
 def test_streaming_leaves_out_heads_that_no_press_works_on():
     scores = torch.rand(4, 2)
     scores[::2] = float("inf")
-    press = streaming(0.5, HeadScores(scores), 100)
+    press = budgets.streaming(0.5, HeadScores(scores), 100)
     assert press.head_compression_ratio * 4 == pytest.approx(3)  # two heads could not give up 0.5
 
 
@@ -85,29 +75,14 @@ def test_both_presses_of_a_pair_keep_as_many_tokens():
         assert float(headwise.mean()) == pytest.approx(0.3, abs=0.01)
 
 
-@torch.no_grad()
 def shares_kept(model, press, ids):
     """Of every layer, context and head."""
-    with press(model):
-        cache = model(ids, use_cache=True).past_key_values
-    return torch.stack(kept_lengths(cache)) / ids.shape[1]
-
-
-def random_model(width=32):
-    """Not from a folder, so that nothing lies beside it."""
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=width,
-        intermediate_size=width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return torch.stack(kept_lengths(filled(model, press, ids))) / ids.shape[1]
 
 
 def test_scores_of_heads_are_measured_or_taken_from_beside_the_model(tmp_path):
-    model = random_model()
+    model = build("llama")  # not from a folder, so that nothing lies beside it
+    model.resize_token_embeddings(len(VOCABULARY), mean_resizing=False)
     scores = pairs(model, SMALL)["DuoAttention"][-1](0.5).head_scores.scores
     assert scores.shape == (2, 2)
     assert ((scores >= 0) & (scores <= 1)).all()
@@ -170,10 +145,9 @@ def test_a_row_per_press_and_ratio(tables):
 
 
 def test_sliding_layers_are_not_timed(tmp_path):
-    build("gemma3_text").save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
+    folder = str(saved(tmp_path, "gemma3_text"))
     with pytest.raises(UserError, match="sliding window"):
-        measured(Part.DECODING, model=str(tmp_path), contexts=(64,), ratio=(0.5,), rounds=1)
+        measured(Part.DECODING, model=folder, contexts=(64,), ratio=(0.5,), rounds=1)
 
 
 # ---- what is found -------------------------------------------------------------------------------
@@ -207,9 +181,8 @@ def test_whether_a_patch_is_needed(tables):
 
 def test_what_ragged_storage_frees_and_takes(tables):
     table = tables["headwise_decoding"]
-    (row,) = table.query("context == 256 and ratio == 0.8 and condition == 'ragged'").to_dict(
-        "records"
-    )
+    longest = table.query("context == 256 and ratio == 0.8 and condition == 'ragged'")
+    (row,) = longest.to_dict("records")
     found = finding("freeing", **tables)
     assert found.number == round(row["bytes"] / row["full_bytes"], 2)
     assert found.text.endswith("a mask set by a hook, 1.00.")

@@ -16,15 +16,8 @@ from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNIN
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import TRIED
 from experiments.questions import intrusiveness
-from experiments.questions.intrusiveness import (
-    EXITS,
-    EXPERIMENT,
-    audit_libraries,
-    leftovers,
-    of_libraries,
-    touched,
-)
-from tests.experiments.tiny import cli
+from experiments.questions.intrusiveness import EXITS, EXPERIMENT, leftovers, touched
+from tests.experiments.tiny import succeeded
 
 OURS = [name for name in TRIED if name.split(",")[0] in ("hooks", "patches")]
 every_exit = pytest.mark.parametrize("how", EXITS)
@@ -121,7 +114,7 @@ def test_the_first_environment_that_has_a_library_counts(tmp_path):
         environment(tmp_path / "a", output=printed),
         environment(tmp_path / "b", output=json.dumps([{**other, "changes": []}])),
     ]
-    table = of_libraries(map(audit_libraries, folders))
+    table = intrusiveness.of_libraries(map(intrusiveness.audit_libraries, folders))
     own = table[table["library"] == "peft"]
     found = own[["version", "subject", "changes"]].values.tolist()
     assert found == [["2.0", "LoRA", 2], ["2.0", "x", 0]]
@@ -133,7 +126,7 @@ def test_the_first_environment_that_has_a_library_counts(tmp_path):
 def test_an_environment_that_fails_says_why(tmp_path):
     broken = environment(tmp_path, output="Traceback\nImportError: no torch", status=1)
     with pytest.raises(UserError, match="ImportError: no torch"):
-        audit_libraries(broken)
+        intrusiveness.audit_libraries(broken)
 
 
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed here")
@@ -161,8 +154,7 @@ def tables(tmp_path_factory):
     folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "TRIED", {name: TRIED[name] for name in chosen})
-        result = cli("intrusiveness", "--environment", folder, "--output", output)
-    assert result.exit_code == 0, result.output
+        result = succeeded("intrusiveness", "--environment", folder, "--output", output)
     assert "make subjects" in result.output
     assert (output / "intrusiveness.svg").stat().st_size > 3_000
     return {path.stem: pd.read_csv(path) for path in output.glob("*.csv")}

@@ -9,40 +9,31 @@ from transformers import pipeline
 import hooks_impl
 import patch_impl
 from experiments import UserError
-from experiments.loading import load_model
 from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import draw
 from press_core import CacheFileError, about_cache, save_cache
-from tests.experiments.tiny import cli, refused
+from tests.experiments.tiny import cli, refused, succeeded
 from tests.support import PIPELINE_PRESSES, in_turn, snapshot
 
+MODEL = "facts-llama"
 ACT_LATER = {"decoding", "streaming", "dms"}
 TEMPLATE = "{% for m in messages %}river {{ m.content }}{% endfor %} stone"
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load_model("facts-llama")[0]
-
-
-def facts():
-    """Texts of different lengths, and questions about each: as many, of different lengths."""
-    drawn = [
-        draw(1, words, 4, torch.Generator().manual_seed(words)).text(0) for words in (48, 40, 61)
-    ]
-    questions = [[text.questions[0], text.questions[1] + " of"] for text in drawn]
-    return [text.context for text in drawn], questions
+FACTS = [draw(1, n, 4, torch.Generator().manual_seed(n)).text(0) for n in (48, 40, 61)]
+TEXTS = [facts.context for facts in FACTS]
+QUESTIONS = [[facts.questions[0], facts.questions[1] + " of"] for facts in FACTS]
+"""About each text as many, of different lengths."""
 
 
 @in_turn("name", PIPELINE_PRESSES)
 def test_several_contexts(answerer, name, package, tmp_path):
-    texts, questions = facts()
     press, path = PIPELINE_PRESSES[name](package), tmp_path / "contexts.safetensors"
     before = snapshot(answerer.model)
-    at_once = answerer.answered(texts, questions, press=press, max_new_tokens=6)
-    answerer.save(texts, path, press=press)
+    at_once = answerer.answered(TEXTS, QUESTIONS, press=press, max_new_tokens=6)
+    answerer.save(TEXTS, path, press=press)
     again = press if name in ACT_LATER else None
-    later = answerer.answered(SavedContext(path), questions, press=again, max_new_tokens=6)
+    later = answerer.answered(SavedContext(path), QUESTIONS, press=again, max_new_tokens=6)
     assert later.answers == at_once.answers
     assert later.evicted == pytest.approx(at_once.evicted)
     assert about_cache(path).press == (None if press is None else repr(press))
@@ -50,13 +41,13 @@ def test_several_contexts(answerer, name, package, tmp_path):
 
 
 def test_the_pipeline(model, tokenizer, tmp_path):
-    texts, questions = facts()
     pipe = pipeline(TASK, model=model, tokenizer=tokenizer)
     press = patch_impl.KnormPress(0.3)
-    at_once = pipe(texts[0], questions=questions[0], press=press, max_new_tokens=2)
-    saved = ContextAnswerer(model, tokenizer).save(texts[0], tmp_path / "a", press=press)
-    assert pipe(saved, questions=questions[0], max_new_tokens=2) == at_once
-    first = pipe(saved, question=questions[0][0], max_new_tokens=2)
+    text, questions = TEXTS[0], QUESTIONS[0]
+    at_once = pipe(text, questions=questions, press=press, max_new_tokens=2)
+    saved = ContextAnswerer(model, tokenizer).save(text, tmp_path / "a", press=press)
+    assert pipe(saved, questions=questions, max_new_tokens=2) == at_once
+    first = pipe(saved, question=questions[0], max_new_tokens=2)
     assert first == {"answer": at_once["answers"][0]}
     assert set(pipe(saved, max_new_tokens=2)) == {"answer"}
 
@@ -73,18 +64,16 @@ def test_a_file_gets_the_permissions_of_the_umask(answerer, tmp_path, umask):
 
 def test_what_a_template_puts_after_the_question_is_kept(answerer, tmp_path):
     answerer.tokenizer.chat_template = TEMPLATE
-    texts, questions = facts()
     path, press = tmp_path / "context.safetensors", hooks_impl.KnormPress(0.3)
     options = {"max_new_tokens": 4, "answer_prefix": "of"}
-    found = answerer(texts[0], questions[0], press=press, **options)
-    answerer.save(texts[0], path, press=press)
+    found = answerer(TEXTS[0], QUESTIONS[0], press=press, **options)
+    answerer.save(TEXTS[0], path, press=press)
     answerer.tokenizer.chat_template = None
     assert about_cache(path).notes["tails"] == [" stone"]
-    assert answerer(SavedContext(path), questions[0], **options) == found
+    assert answerer(SavedContext(path), QUESTIONS[0], **options) == found
 
 
 def test_what_is_refused(answerer, tmp_path):
-    texts, questions = facts()
     path, saved = tmp_path / "a", SavedContext(tmp_path / "a")
 
     def refused(match, *args, error=UserError, **options):
@@ -97,28 +86,27 @@ def test_what_is_refused(answerer, tmp_path):
         (hooks_impl.H2OPress(0.5), "H2OPress remembers more"),
     ):
         with pytest.raises(UserError, match=words):
-            answerer.save(texts[0], path, press=press)
-    refused("there is no file", saved, questions[0], error=CacheFileError)
+            answerer.save(TEXTS[0], path, press=press)
+    refused("there is no file", saved, QUESTIONS[0], error=CacheFileError)
     assert not path.exists()
     path.write_text("mine")
     with pytest.raises(CacheFileError, match="is there already"):
-        answerer.save(texts[0], path, press=knorm)
+        answerer.save(TEXTS[0], path, press=knorm)
     assert path.read_text() == "mine"
     path.unlink()
-    answerer.save(texts[0], path, press=knorm)
-    refused("is compressed already", saved, questions[0], press=knorm)
+    answerer.save(TEXTS[0], path, press=knorm)
+    refused("is compressed already", saved, QUESTIONS[0], press=knorm)
     for name, value in (("cache", object()), ("max_context_length", 9)):
-        refused(f"{name} .*SavedContext", saved, questions[0], **{name: value})
+        refused(f"{name} .*SavedContext", saved, QUESTIONS[0], **{name: value})
     refused("the question takes", saved, [" of" * 5000])
 
 
 def test_a_press_that_goes_on_is_asked_for(answerer, tmp_path):
-    texts, questions = facts()
     path = tmp_path / "a"
-    answerer.save(texts[0], path, press=PIPELINE_PRESSES["decoding"](hooks_impl))
+    answerer.save(TEXTS[0], path, press=PIPELINE_PRESSES["decoding"](hooks_impl))
     for other in (None, hooks_impl.KnormPress(0.5)):
         with pytest.raises(UserError, match=r"DecodingPress\(.*again"):
-            answerer(SavedContext(path), questions[0], press=other)
+            answerer(SavedContext(path), QUESTIONS[0], press=other)
 
 
 def test_a_cache_that_nobody_has_asked_about(answerer, model, tmp_path):
@@ -134,11 +122,11 @@ def test_a_cache_that_nobody_has_asked_about(answerer, model, tmp_path):
 
 def test_compress_and_ask(tmp_path):
     text, path = tmp_path / "context.txt", tmp_path / "context.safetensors"
-    texts, _ = facts()
-    text.write_text("river alice tea garden over hector lamp morning " + texts[0])
-    done = cli("compress", "--context", text, "--press", "SnapKVPress(window_size=8)",
-               "--ratio", 0.5, "--output", path)  # fmt: skip
-    assert done.exit_code == 0, done.output
+    text.write_text("river alice tea garden over hector lamp morning " + TEXTS[0])
+    press = "SnapKVPress(window_size=8)"
+    done = succeeded(
+        "compress", "--context", text, "--press", press, "--ratio", 0.5, "--output", path
+    )
     said = "57 tokens, 51% evicted by SnapKVPress(compression_ratio=0.5, window_size=8"
     assert said in done.stdout.replace("\n", "")
     done = cli("ask", "--cache", path, "--question", "? alice", "--question", "? hector",
@@ -157,8 +145,7 @@ def test_compress_and_ask(tmp_path):
 )
 def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, press, evicted, said):
     path, text = tmp_path / "a", "river alice tea " + "meadow march " * 40
-    done = cli("compress", "--output", path, *press, input=text)
-    assert done.exit_code == 0
+    done = succeeded("compress", "--output", path, *press, input=text)
     assert (about_cache(path).n_seen, about_cache(path).evicted) == (84, evicted)
     assert [words in done.stderr for words in ("--ratio 0.5", "short")] == said
 
@@ -166,8 +153,7 @@ def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, pres
 def test_a_cache_in_16_bits(tmp_path):
     path, text = tmp_path / "a", tmp_path / "text"
     text.write_text("river alice tea " + "meadow march " * 90)
-    done = cli("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
-    assert done.exit_code == 0, done.output
+    succeeded("compress", "--output", path, "--context", text, "--dtype", "bfloat16")
     assert "dtype is bfloat16" in refused("ask", "--cache", path, "--question", "? alice")
     done = cli("ask", "--cache", path, "--question", "? alice", "--dtype", "bfloat16",
                "--max-new-tokens", 1)  # fmt: skip

@@ -12,15 +12,13 @@ from transformers.utils import logging
 from experiments import UserError, loading
 from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
 from experiments.testbed.facts import build_tokenizer
+from tests.experiments.tiny import saved
 from tests.support import build
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    build("llama", num_layers=1).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return path
+    return saved(tmp_path_factory.mktemp("models") / "tiny", num_layers=1)
 
 
 @pytest.fixture

@@ -34,11 +34,16 @@ def interrupted(folder, ran, **changed):
         study(three(ran, KeyboardInterrupt(), **changed), folder)
 
 
+@pytest.fixture
+def ran():
+    """The experiments that were run."""
+    return []
+
+
 # ---- interrupts --------------------------------------------------------------------------------
 
 
-def test_an_interrupted_study_goes_on_where_it_was(tmp_path):
-    ran = []
+def test_an_interrupted_study_goes_on_where_it_was(tmp_path, ran):
     interrupted(tmp_path, ran)
     assert ran == ["a", "b"]
     assert read_manifest(tmp_path).waiting == ["b", "c"]
@@ -60,15 +65,13 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path):
     [({}, {"x": 2}), ({"first": RuntimeError("no")}, {})],
     ids=["asked otherwise", "failed"],
 )
-def test_what_is_not_what_was_asked_is_run_again(tmp_path, before, after):
-    ran = []
+def test_what_is_not_what_was_asked_is_run_again(tmp_path, before, after, ran):
     interrupted(tmp_path, ran, **before)
     study(three(ran, **after), tmp_path)
     assert ran == ["a", "b", "a", "b", "c"]
 
 
-def test_nothing_is_run_again_because_its_report_was_not_written(tmp_path):
-    ran = []
+def test_nothing_is_run_again_because_its_report_was_not_written(tmp_path, ran):
     study(three(ran), tmp_path)
     with patch("experiments.study.write_report", side_effect=UserError), pytest.raises(UserError):
         study(three(ran), tmp_path)
@@ -90,8 +93,7 @@ def test_an_interrupt_while_files_are_written_leaves_none_that_nobody_knows(tmp_
     assert study(three([]), tmp_path)[0] == []
 
 
-def test_a_second_study_in_a_folder_stops_the_first_and_leaves_the_others_waiting(tmp_path):
-    ran = []
+def test_a_second_study_in_a_folder_stops_the_first_and_leaves_the_others_waiting(tmp_path, ran):
     meanwhile = tiny("a", measure=lambda *_: study(three(ran), tmp_path, only=["c"]))
     with pytest.raises(UserError, match=f"another study .*{tmp_path}"):
         study([meanwhile, *three(ran)[1:]], tmp_path)
@@ -116,9 +118,8 @@ def test_the_command_says_how_to_go_on(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "name", ["a.csv", "a_more.svg", "report.md", "report.html", "overview.svg"]
 )
-def test_files_of_others_stop_a_study_before_it_works(tmp_path, name):
+def test_files_of_others_stop_a_study_before_it_works(tmp_path, name, ran):
     (tmp_path / name).write_text("mine")
-    ran = []
     with pytest.raises(UserError, match=f"{name} .*--output"):
         study(three(ran), tmp_path)
     assert ran == []
@@ -167,7 +168,7 @@ def test_nothing_is_written_through_a_link(tmp_path, name):
         *({"tables": "a"}, {"seconds": -1.0}, {"seconds": "long"}, {"error": 3}, [], None),
     ],
 )
-def test_a_manifest_names_nothing_but_files_of_its_experiments(tmp_path, entry):
+def test_a_manifest_names_nothing_but_files_of_its_experiments(tmp_path, entry, ran):
     folder, victim = tmp_path / "study", tmp_path / "victim"
     study(three([]), folder)
     victim.mkdir()
@@ -177,7 +178,6 @@ def test_a_manifest_names_nothing_but_files_of_its_experiments(tmp_path, entry):
     content = json.loads((folder / MANIFEST).read_text())
     content["experiments"]["a"] = entry
     (folder / MANIFEST).write_text(json.dumps(content))
-    ran = []
     with pytest.raises(UserError, match="manifest") as refused:
         study(three(ran), folder)
     assert "\n" not in str(refused.value)

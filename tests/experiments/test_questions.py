@@ -5,17 +5,15 @@ from importlib import import_module
 import pytest
 
 from experiments.framework.results import read_table
-from experiments.testbed.facts import KEYS, build_tokenizer
-from tests.experiments.tiny import cli
-from tests.support import build, table_beside
+from experiments.testbed.facts import KEYS
+from tests.experiments.tiny import cli, saved
+from tests.support import table_beside
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model in the words of the facts task, and a text of 500 of them."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build("gpt_neox").save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    folder = saved(tmp_path_factory.mktemp("models") / "tiny", "gpt_neox")
     (folder / "text.txt").write_text(" ".join(KEYS[:50] * 10), encoding="utf-8")
     return folder
 
@@ -23,8 +21,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder):
     def invoke(name, options, *more):
-        given = [option.replace("TINY", str(folder)) for option in options.split()]
-        return cli(name, *given, *more)
+        given = f"{SMALL.get(name, '')} {options}".replace("{own}", OWN)
+        return cli(name, *(word.replace("TINY", str(folder)) for word in given.split()), *more)
 
     return invoke
 
@@ -47,9 +45,7 @@ RUNS = table_beside(__file__, "commands")
 
 @pytest.mark.parametrize(("name", "options", "rows"), RUNS)
 def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
-    result = run(
-        name, f"{SMALL.get(name, '')} {options}".replace("{own}", OWN), "--output", str(tmp_path)
-    )
+    result = run(name, options, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     experiment = import_module(f"experiments.questions.{name}").EXPERIMENT
     tables = {path.stem: read_table(path) for path in tmp_path.glob("*.csv")}
@@ -69,6 +65,6 @@ def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
     [(name, *told) for name, given in WRONG.items() for told in given.items()],
 )
 def test_a_command_says_what_is_wrong(run, name, options, message):
-    result = run(name, f"{SMALL.get(name, '')} {options}".replace("{own}", OWN))
+    result = run(name, options)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())

@@ -10,7 +10,7 @@ import pytest
 from experiments.framework.experiment import Evidence, Experiment, Finding
 from experiments.framework.results import read_table
 from experiments.questions import seeds
-from tests.experiments.tiny import cli
+from tests.experiments.tiny import succeeded
 
 NAN = float("nan")
 
@@ -52,8 +52,7 @@ class Redrawn(Drawing):
 def test_experiments_are_run_from_each_seed(monkeypatch, tmp_path):
     monkeypatch.setattr(seeds, "EXPERIMENTS", {"drawing": ""})
     monkeypatch.setattr(seeds, "load_experiments", lambda: [Drawing(), Redrawn()])
-    result = cli("seeds", "--shift", "0,2", "--samples", "7", "--output", str(tmp_path))
-    assert result.exit_code == 0, result.output
+    result = succeeded("seeds", "--shift", "0,2", "--samples", "7", "--output", tmp_path)
     table = read_table(tmp_path / "seeds.csv")
     assert table["finding"].tolist() == ["wide", "narrow", "bare", "same"] * 2  # and no bits
     assert table["seed"].tolist() == [40] * 4 + [42] * 4

@@ -19,19 +19,8 @@ from experiments.framework.plots import overview
 from experiments.framework.readme import blocks
 from experiments.framework.report import MAX_ROWS, write_report
 from experiments.framework.results import read_parts, read_table, write_tables
-from tests.experiments.tiny import (
-    BROKEN,
-    ONE,
-    REFUSED,
-    TWO,
-    cli,
-    failing,
-    line_figure,
-    note,
-    refused,
-    study,
-    tiny,
-)
+from tests.experiments.tiny import BROKEN, ONE, TWO, cli, note, refused, study, succeeded, tiny
+from tests.support import table_beside
 
 
 class Page(HTMLParser):
@@ -89,7 +78,7 @@ def missing(tables):
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"measure": failing}, "RuntimeError: no <luck> [today]"),
+        ({"measure": BROKEN.measure}, "RuntimeError: no <luck> [today]"),
         ({"measure": ONE.measure}, "'one' is no name"),
         ({"measure": lambda *_: {"bad": pd.DataFrame({"x": []})}}, "UserError: cannot read the"),
         *(({part: missing}, "KeyError: 'column'") for part in ("figures", "findings")),
@@ -101,7 +90,7 @@ def test_an_experiment_that_fails_takes_nothing_from_the_others(tmp_path, change
     assert failed == ["bad"]
     assert "Traceback" in printed
     assert {"one.csv", "one.svg", "two.csv", "two.svg"} <= {p.name for p in tmp_path.iterdir()}
-    unwritten = (failing, ONE.measure)
+    unwritten = (BROKEN.measure, ONE.measure)
     assert (tmp_path / "bad.csv").exists() == (changed.get("measure") not in unwritten)
     assert read_table(tmp_path / "one.csv")["x"].tolist() == [0.1, 2.0, 3.5]
     shown = Page(tmp_path).text
@@ -129,7 +118,7 @@ def test_some_experiments_can_be_run_again_alone(folder):
     def run(*_):
         return {"two": pd.DataFrame({"x": [9.0], "word": ["new"]})}
 
-    again = [tiny("one", measure=failing), tiny("two", measure=run), BROKEN]
+    again = [tiny("one", measure=BROKEN.measure), tiny("two", measure=run), BROKEN]
     assert study(again, folder, only=["two"])[0] == []
     assert list(read_table(folder / "one.csv")["x"]) == [0.1, 2.0, 3.5]
     assert list(read_table(folder / "two.csv")["x"]) == [9.0]
@@ -231,7 +220,7 @@ def test_long_tables_are_cut_and_say_so(tmp_path):
     assert not any(words in shown for words in (str(100_000 + MAX_ROWS), "x_units"))
 
 
-@pytest.mark.parametrize(("text", "words"), REFUSED["findings"].items())
+@pytest.mark.parametrize(("text", "words"), table_beside(__file__, "refusals")["findings"].items())
 def test_a_finding_is_short_and_has_one_number(text, words):
     with pytest.raises(ValueError, match=words):
         Finding("name", text)
@@ -305,15 +294,12 @@ def test_figures_take_the_colours_of_the_page():
 
 def test_study_and_report_commands(registered, tmp_path):
     registered(ONE, TWO)
-    result = cli("study", "--output", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "2 of 2: The two experiment" in result.stderr
+    assert "2 of 2: The two experiment" in succeeded("study", "--output", tmp_path).stderr
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for name in ("report.md", "report.html", "one.svg"):
         (tmp_path / name).unlink()
     registered(TWO, ONE)  # the order is that of the study
-    result = cli("report", "--input", tmp_path)
-    assert result.exit_code == 0, result.output
+    succeeded("report", "--input", tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
     registered(BROKEN, TWO)
     result = cli("study", "--output", tmp_path)
@@ -324,7 +310,7 @@ def test_study_and_report_commands(registered, tmp_path):
 
 def test_a_report_follows_its_tables_and_figures(registered, folder):
     def relabelled(tables):
-        figure = line_figure(tables)
+        (figure,) = ONE.figures(tables).values()
         figure.set_label("A better label")
         return {"one": figure}
 

@@ -33,9 +33,8 @@ def test_a_sweep_keeps_all_it_takes_to_repeat_it(tmp_path):
     found = pd.read_csv(tmp_path / "predictions.csv")
     assert len(found) == 6 * 8
     one = found[(found["dataset"] == "facts/single@48") & (found["mechanism"] == "hook")]
-    assert set(one["press_text"]) == {
-        "SnapKVPress(compression_ratio=0.5, window_size=8, kernel_size=5)"
-    }
+    press = "SnapKVPress(compression_ratio=0.5, window_size=8, kernel_size=5)"
+    assert set(one["press_text"]) == {press}
     mean = found.groupby(["dataset", "mechanism"])["score"].mean()
     for row in results.itertuples():
         assert mean[row.dataset, row.mechanism] == row.score
@@ -212,12 +211,8 @@ def test_set_ups_are_not_mixed(copied, name, value):
 
 def test_predictions_come_back_as_they_were(tmp_path):
     told = [(0, "12e4", "007", 1.0), (1, "3456", ' a,\n"b"\rc ', 0.1), (2, "0", "\ud800", 0.0)]
-    rows = [
-        Prediction(
-            sample=i, context=c, question="q", answers=["1"], prediction=p, metric="f1", score=s
-        )
-        for i, c, p, s in told
-    ]
+    same = {"question": "q", "answers": ["1"], "metric": "f1"}
+    rows = [Prediction(sample=i, context=c, prediction=p, score=s, **same) for i, c, p, s in told]
     cell, kept = Cell("d", "KnormPress", None, "hook"), Store(tmp_path, SETUP)
     assert not kept.finished()
     kept.save(Result(cell=cell, press_text="p", evicted=0.5, seconds=1, predictions=rows))

@@ -157,21 +157,23 @@ def test_kvpress_is_asked_in_its_own_process(tmp_path):
         rows_with_kvpress(fake, "module")
 
 
+@pytest.fixture
+def output_of(monkeypatch):
+    """What the interpreter with kvpress prints; how it makes that is tested by the oracle."""
+    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
+    monkeypatch.setattr(with_kvpress, "output_of", printing := Mock())
+    return printing
+
+
+SPEED = Options(part=(Part.SPEED,), context=(128,), batch=(1,), memory=False, compiled=False)
+
+
 @pytest.mark.parametrize(
     ("experiment", "options"),
-    [
-        (
-            throughput,
-            Options(part=(Part.SPEED,), context=(128,), batch=(1,), memory=False, compiled=False),
-        ),
-        (overhead, overhead.Options(layers=(2,), context=64, compiled=False)),
-    ],
+    [(throughput, SPEED), (overhead, overhead.Options(layers=(2,), context=64, compiled=False))],
 )
-def test_rows_of_kvpress_join_the_others(experiment, options, monkeypatch):
-    """Rows that its interpreter prints; how it makes them is tested by the oracle."""
-    output_of = Mock(return_value='[{"mechanism": "kvpress"}]')
-    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
-    monkeypatch.setattr(with_kvpress, "output_of", output_of)
+def test_rows_of_kvpress_join_the_others(experiment, options, output_of):
+    output_of.return_value = '[{"mechanism": "kvpress"}]'
     few = replace(options, press=("Knorm",), rounds=2)
     (table,) = experiment.EXPERIMENT.measure(few, SILENT).values()
     assert output_of.call_args.args == ("python", with_kvpress.__name__, experiment.__name__)
@@ -180,10 +182,8 @@ def test_rows_of_kvpress_join_the_others(experiment, options, monkeypatch):
     assert table["mechanism"].tolist()[-1] == "kvpress"
 
 
-def test_time_inside_presses_is_that_of_the_oracle(monkeypatch):
-    output_of = Mock(return_value="press,ratio\nKnormPress,0.5\n")
-    monkeypatch.setattr(with_kvpress, "python_with_kvpress", lambda: "python")
-    monkeypatch.setattr(with_kvpress, "output_of", output_of)
+def test_time_inside_presses_is_that_of_the_oracle(output_of):
+    output_of.return_value = "press,ratio\nKnormPress,0.5\n"
     tables = EXPERIMENT.measure(Options(part=(Part.KVPRESS,)), SILENT)
     assert tables["throughput_kvpress"]["ratio"].tolist() == [0.5]
     output_of.assert_called_once_with("python", "tests.oracle.timing", *throughput.INSIDE)

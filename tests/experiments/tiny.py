@@ -19,7 +19,8 @@ from experiments.framework.manifest import MANIFEST
 from experiments.framework.plan import plan_study
 from experiments.framework.tables import ResultTable
 from experiments.study import run_plan
-from tests.support import table_beside
+from experiments.testbed.facts import build_tokenizer
+from tests.support import build, table_beside
 
 COMMIT = "0" * 40
 SILENT = progress_bar(disable=True)
@@ -78,6 +79,13 @@ def cli(*arguments, **options):
     return runner.invoke(app, [str(argument) for argument in arguments], **options)
 
 
+def succeeded(*arguments, **options):
+    """What a command gives that has to end well."""
+    result = cli(*arguments, **options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def refused(*arguments):
     """The one line that a command which is refused prints."""
     result = cli(*arguments)
@@ -96,6 +104,13 @@ def study(chosen, folder, full=True, only=()):
     with patch("experiments.framework.environment.commit", return_value=COMMIT):
         failed = run_plan(plan_study(chosen, only, full=full), chosen, folder, console)
     return failed, console.file.getvalue()
+
+
+def saved(folder, family="llama", **shape):
+    """The folder, into which a tiny model goes with the tokenizer of the facts task."""
+    build(family, **shape).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
 
 
 ONE, TWO = tiny("one"), tiny("two")
