@@ -18,18 +18,10 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 import hooks_impl
 from press_core import AttentionCall
 from press_core.presses.keys import LagKV
-from tests.oracle import handed
+from tests.oracle import handed, running
 from tests.oracle.cases import LLAMA, press_of
 from tests.oracle.parity import compare, held_by
-from tests.oracle.running import (
-    VOCABULARY,
-    Context,
-    RecordingCache,
-    held,
-    held_after,
-    model_for,
-    token_ids,
-)
+from tests.oracle.running import VOCABULARY, Context, held_after, model_for, token_ids
 
 SCORER_PRESSES = {"kvpress": kvpress.ScorerPress, "hooks": hooks_impl.ScorerPress}
 """Those that get six arguments."""
@@ -133,7 +125,7 @@ def ranks(held):
 
 def stored(case, whose):
     """How many tokens and channels of keys the first layer stores."""
-    past = RecordingCache()
+    past = running.RecordingCache()
     case.run(model_for(whose, case.setting), press_of(case.press, whose, 0.5), past)
     return list(past.layers[0].keys.shape[2:])
 
@@ -271,7 +263,7 @@ def n_inside_and_after(case, whose):
             def watched(model):
                 with press(model):
                     yield
-                    inside.append(sum(len(h.kept) for x in held(past, model) for h in x))
+                    inside.append(sum(len(h.kept) for x in running.held(past, model) for h in x))
 
             super().__call__(model, watched, past)
 
