@@ -1,11 +1,8 @@
 """Every structural kind of decoder: presses are right there, or refused before anything happens."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -26,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 REFUSED = table_beside(__file__, "refused")
 
 
-def some_conditions(cell: Cell) -> bool:
+def some_conditions(cell):
     """Eager attention with the model's own cache, and in turn one more condition.
 
     Every other press gets, by one of the mechanisms in turn, a cache that is handed over, under
@@ -40,7 +37,7 @@ def some_conditions(cell: Cell) -> bool:
 
 
 @pytest.mark.parametrize("name", architectures.REPRESENTATIVES)
-def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
+def test_a_press_is_right_or_refused_when_its_scope_opens(name):
     asked = filter(some_conditions, cells.cells())
     rows = pd.DataFrame(rows_of(KNOWN[name], asked), columns=COLUMNS)
     bad = rows[rows["outcome"].isin(BAD)]
@@ -57,11 +54,11 @@ def test_a_press_is_right_or_refused_when_its_scope_opens(name: str) -> None:
     assert dict(reached) == expected
 
 
-def test_most_types_can_be_built() -> None:
+def test_most_types_can_be_built():
     assert len(KNOWN) > 150
 
 
-def test_a_model_that_needs_more_than_text_is_left_out() -> None:
+def test_a_model_that_needs_more_than_text_is_left_out():
     with pytest.raises(cells.NotApplicableError, match="pixel_values"):
         Bench(build(KNOWN["blip"]))
 
@@ -73,11 +70,11 @@ FORMULA = "press_core.presses.keys.knorm_scores"
 FORGETFUL = "press_core.cache.pruned.PrunedLayer.get_seq_length"
 
 
-def _refusing(keys: Any) -> Any:
+def _refusing(keys):
     raise PressError("not after all")
 
 
-def _warning(keys: Any) -> Any:
+def _warning(keys):
     warnings.warn("KnormPress: nothing is wrong", stacklevel=1)
     return -keys.float().norm(dim=-1)
 
@@ -93,9 +90,7 @@ def _warning(keys: Any) -> Any:
         (FORMULA, _warning, "false warning", "KnormPress: nothing"),
     ],
 )
-def test_a_planted_fault_is_found(
-    monkeypatch: pytest.MonkeyPatch, target: str, planted: Any, outcome: str, reason: str
-) -> None:
+def test_a_planted_fault_is_found(monkeypatch, target, planted, outcome, reason):
     attention_sites(build(KNOWN["llama"]))  # a probe would find what is planted
     monkeypatch.setattr(target, planted)
     for mechanism in ("hook", "patch"):
@@ -109,7 +104,7 @@ def test_a_planted_fault_is_found(
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def test_the_worst_condition_counts() -> None:
+def test_the_worst_condition_counts():
     rows = pd.DataFrame(
         [
             ("kind", "Knorm", "hook", "eager", "default", False, "right", ""),
@@ -126,24 +121,24 @@ def test_the_worst_condition_counts() -> None:
     assert not EXPERIMENT.passed({"architectures": table})
 
 
-def test_decoders_are_swept_in_order() -> None:
-    seen: list[str] = []
+def test_decoders_are_swept_in_order():
+    seen = []
     rows = measure(["llama", "gpt2"], lambda cell: cell.press == "Knorm", seen.append)
     assert seen == list(rows["type"].unique()) == ["llama", "gpt2"]
     assert set(rows["outcome"]) == {"right"}
 
 
-def dies(*_: Any) -> None:
+def dies(*_):
     os._exit(3)
 
 
-def test_a_process_that_dies_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_an_outcome(monkeypatch):
     monkeypatch.setattr(sweep, "rows_of", dies)
     (outcome,) = measure(["llama"])["outcome"]
     assert outcome == "crash"
 
 
-def test_nothing_is_wrong_in_the_committed_results() -> None:
+def test_nothing_is_wrong_in_the_committed_results():
     tables = {path.stem: read_table(path) for path in RESULTS.glob("architectures*.csv")}
     assert EXPERIMENT.passed(tables)
     reached, _ = EXPERIMENT.findings(dict(sorted(tables.items())))

@@ -1,7 +1,5 @@
 """The experiment `equivalence` and its command: what is equal, what differs, bad input."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,12 +104,11 @@ def test_the_status_tells_whether_all_is_equal_and_the_first_difference_is_named
 
 
 def test_status_is_1_where_there_is_nothing_to_compare():
-    result = cli("equivalence", "--press", "ExpectedAttentionPress", *SMALL, "--family", "gpt2")
+    asked = "equivalence", "--press", "ExpectedAttentionPress", "--family", "gpt2"
+    result = cli(*asked, *SMALL)
     assert result.exit_code == 0, "llama was compared"
     assert "ExpectedAttentionPress on gpt2" in words(result)
-    result = cli(
-        "equivalence", "--press", "ExpectedAttentionPress", "--family", "gpt2", "--dtype", "float32"
-    )
+    result = cli(*asked, "--dtype", "float32")
     assert result.exit_code == 1
     assert "Nothing was compared" in words(result)
 
@@ -119,17 +116,18 @@ def test_status_is_1_where_there_is_nothing_to_compare():
 # ---- the table, its summary and its figure -------------------------------------------------------
 
 
+NAMES = ("ExpectedAttentionPress", "KnormPress")
+
+
 @pytest.fixture(scope="module")
 def cells():
-    names = ("ExpectedAttentionPress", "KnormPress")
     options = Options(family=("llama", "gpt2"), attn=("sdpa",), dtype=("float32",), length=20)
-    return run_grid({name: partial(recipe_pair, name) for name in names}, options, SILENT)
+    return run_grid({name: partial(recipe_pair, name) for name in NAMES}, options, SILENT)
 
 
 def test_the_table_has_one_row_per_press_and_model(cells):
     places = cells[["press", "family"]].itertuples(index=False, name=None)
-    names = ("ExpectedAttentionPress", "KnormPress")
-    assert sorted(places) == sorted(product(names, ("llama", "gpt2")))
+    assert sorted(places) == sorted(product(NAMES, ("llama", "gpt2")))
     assert (cells["cells"] == 2).all()  # padded and not
     assert (cells["difference"] == "").all()
     cells = cells.set_index(["press", "family"])

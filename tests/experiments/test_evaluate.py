@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from rich.progress import Progress
 from typer.testing import CliRunner
 
 import patch_impl
@@ -18,10 +17,10 @@ from experiments.answers.cells import NO_PRESS, Cell, run_cell
 from experiments.answers.datasets import load
 from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings
-from experiments.framework.results import read_table, write_tables
 from experiments.loading import load_model
 from experiments.questions import evaluate
 from tests.experiments.sweeping import FILES, SMALL, answers_of, app, call
+from tests.experiments.tiny import SILENT, read_again
 from tests.support import ran
 
 # ---- cells -------------------------------------------------------------------------------------
@@ -153,10 +152,7 @@ def tables(tmp_path_factory):
         samples=4,
         threads=1,
     )
-    made = evaluate.EXPERIMENT.measure(few, Progress(disable=True))
-    folder = tmp_path_factory.mktemp("study")
-    write_tables(made, folder)
-    return {"evaluate": read_table(folder / "evaluate.csv")}
+    return read_again(evaluate.EXPERIMENT.measure(few, SILENT), tmp_path_factory.mktemp("study"))
 
 
 def test_the_study_claims_the_agreement_that_is_there(tables):

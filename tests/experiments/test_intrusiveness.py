@@ -1,7 +1,5 @@
 """Hooks and patches touch what they say and leave nothing; what others leave is found."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

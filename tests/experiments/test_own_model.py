@@ -1,7 +1,5 @@
 """A study of a model of the user's own: what it runs, what it says beforehand, and its report."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from io import StringIO

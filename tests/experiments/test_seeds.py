@@ -1,7 +1,5 @@
 """Other seeds: which findings hold is counted by hand, and experiments get the seeds asked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pandas as pd

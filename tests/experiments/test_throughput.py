@@ -1,7 +1,5 @@
 """Speed, memory and what fits: what is slow is found slow, what is large large."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from dataclasses import replace

@@ -8,11 +8,11 @@ import pytest
 
 import hooks_impl
 import patch_impl
-from experiments.framework.results import read_table, write_tables
 from experiments.questions.trace import EXPERIMENT, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
+from tests.experiments.tiny import read_again
 from tests.support import build, filled, snapshot, table_beside, token_ids
 
 LENGTH = 80
@@ -139,11 +139,10 @@ def test_nothing_is_left_after_an_error(model, mechanism):
 
 
 def test_the_summary_comes_from_the_csv_file(snapkv, tmp_path):
-    table = snapkv.assign(model="llama", press="SnapKVPress", ratio=0.5)
-    write_tables({"trace": table}, tmp_path)
-    read = read_table(tmp_path / "trace.csv")
-    text = EXPERIMENT.markdown({"trace": read})
-    assert text == EXPERIMENT.markdown({"trace": table})
-    assert EXPERIMENT.findings({"trace": read})[0].number == 40
+    tables = {"trace": snapkv.assign(model="llama", press="SnapKVPress", ratio=0.5)}
+    read = read_again(tables, tmp_path)
+    text = EXPERIMENT.markdown(read)
+    assert text == EXPERIMENT.markdown(tables)
+    assert EXPERIMENT.findings(read)[0].number == 40
     assert "| prefill, layers 0 to 1 | pre-hook | wrapper |" in text
     assert "|  | 80 hidden states enter | 80 hidden states enter |" in text

@@ -16,9 +16,8 @@ def test_a_model_of_facts_is_trained_and_saved(tmp_path, monkeypatch, capsys):
     facts.train(tmp_path, seed=3)
     model, tokenizer = load_model(str(tmp_path))
     torch.manual_seed(3)
-    assert not torch.equal(
-        model.lm_head.weight, loop.untrained("facts-llama").lm_head.weight
-    )  # it moved
+    weights = [m.lm_head.weight for m in (model, loop.untrained("facts-llama"))]
+    assert not torch.equal(*weights)  # it moved
     assert tokenizer("alice").input_ids == load_model("facts-llama")[1]("alice").input_ids
     batch = draw(4, 16, 2, torch.Generator().manual_seed(0))
     assert answer_unseen(model, None, batch).shape == (4, 2)

@@ -17,6 +17,7 @@ from experiments.framework.command import progress_bar
 from experiments.framework.experiment import Experiment, Finding
 from experiments.framework.manifest import MANIFEST
 from experiments.framework.plan import plan_study
+from experiments.framework.results import read_table, write_tables
 from experiments.framework.tables import ResultTable
 from experiments.study import run_plan
 from experiments.testbed.facts import build_tokenizer
@@ -104,6 +105,12 @@ def study(chosen, folder, full=True, only=()):
     with patch("experiments.framework.environment.commit", return_value=COMMIT):
         failed = run_plan(plan_study(chosen, only, full=full), chosen, folder, console)
     return failed, console.file.getvalue()
+
+
+def read_again(tables, folder):
+    """What a study has of its tables when it reads the files that it has written."""
+    write_tables(tables, folder)
+    return {name: read_table(folder / f"{name}.csv") for name in tables}
 
 
 def saved(folder, family="llama", **shape):

@@ -254,9 +254,8 @@ def published(folder):
     save_file(tensors, folder / "adapter_model.safetensors")
     save_file({"restore_embeddings": ADAPTER.embeddings}, folder / "restore_embeddings.safetensors")
     names = sorted({name.rpartition(".")[2] for name in ADAPTER.down})
-    LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"
-    ).save_pretrained(folder)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM")
+    config.save_pretrained(folder)
     return folder
 
 

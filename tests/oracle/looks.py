@@ -160,9 +160,8 @@ def chunk_as_alone(case, whose):
 def steps_as_at_once(case, whose):
     steps = f"DecodingPress({case.press}, compression_interval=7, target_size=33)"
     at_once = case.press.replace("(", "(1 - 33.5 / 67, ")
-    return kept(replace(case, press=steps, run=Context(60, then=7)), whose) == kept(
-        replace(case, press=at_once, run=Context(67)), whose
-    )
+    by_steps = kept(replace(case, press=steps, run=Context(60, then=7)), whose)
+    return by_steps == kept(replace(case, press=at_once, run=Context(67)), whose)
 
 
 def as_sinks_and_recent(case, whose):
