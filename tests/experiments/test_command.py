@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments.framework.command import command_of
 from experiments.framework.options import Device, checked_positive_share, checked_share, one_of
-from tests.experiments.tiny import Tiny
+from tests.experiments.tiny import REFUSED, Tiny
 
 
 class Colour(str, Enum):
@@ -93,18 +93,8 @@ def test_tables_findings_files_and_status(echo, tmp_path):
     assert "The mean of echo is 10.000." in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--ratio", "1"], "'--ratio': 1.0 "),
-        (["--ratio", "0.5", "--ratio", "-1"], "'--ratio': -1.0 "),
-        (["--part", "0"], "'--part': 0.0 "),
-        (["--press", "a", "--press", "c"], "'--press': 'c' is unknown"),
-        (["--device", "abacus"], "'--device': cannot use 'abacus'"),
-        (["--colour", "green"], "'--colour'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), REFUSED["flags"])
 def test_a_wrong_value_is_told_with_its_flag(echo, arguments, words):
-    result = invoke(echo, *arguments)
+    result = invoke(echo, *arguments.split())
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("│", " ").split())

@@ -18,6 +18,7 @@ from experiments.answers.metrics import METRICS, UNKNOWN, score
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
+from tests.experiments.tiny import REFUSED
 from tests.support import table_beside
 
 
@@ -133,15 +134,7 @@ def test_all_tasks_of_a_dataset():
     assert {name: len(expand(name)) for name in counts} == counts
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("nosuch", "'nosuch'.* facts, synthetic, needle"),
-        ("facts/", "no dataset 'facts/'"),
-        ("facts/triple", "'triple'.* single, multikey"),
-        ("math500@100", "math500 "),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), REFUSED["datasets"])
 def test_datasets_that_are_not_there(text, words):
     with pytest.raises(UserError, match=words):
         expand(text)
@@ -278,16 +271,7 @@ def test_a_needle_in_essays(hub, tokenizer):
         load("synthetic/qa", 5, 0, tokenizer, needle_depth=(0.5,))
 
 
-@pytest.mark.parametrize(
-    ("task", "row", "words"),
-    [
-        ("math500/math", {"problem": "p"}, "needs answer.* problem"),
-        ("longbench/qasper", {"text": "c", "input": "q"}, "context and answers"),
-        ("math500/math", {"problem": "p", "answer": ""}, "row 0.*empty"),
-        ("math500/math", {"problem": " ", "answer": "1"}, "row 0.*empty"),
-        ("ruler/vt", ROW | {"answer": ["a"]}, "needs task"),
-    ],
-)
+@pytest.mark.parametrize(("task", "row", "words"), REFUSED["columns"])
 def test_columns_that_are_missing_are_named(hub, tokenizer, task, row, words):
     name, _, config = task.partition("/")
     paths = {"math500": "test.jsonl", "ruler": "4096/test.jsonl"}

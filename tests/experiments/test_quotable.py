@@ -5,50 +5,11 @@ from types import SimpleNamespace
 import pandas as pd
 
 from experiments.framework.quotable import MISSING, ON_FRONTIER, frontier, joined, quotable
+from tests.support import table_beside
 
 A, B, C = "KnormPress", "SnapKVPress", "FinchPress"
-
-
-QUALITY = pd.DataFrame(
-    [
-        ("no press", "bare", 0.0, "unseen", 1.0),
-        *((A, m, 0.5, "unseen", 0.5) for m in ("hook", "patch")),
-        *((A, m, 0.5, "seen", 0.7) for m in ("hook", "patch")),
-        (B, "hook", 0.5, "unseen", 0.8),
-        (B, "hook", 0.5, "seen", 1.0),
-        (B, "hook", 0.8, "unseen", 0.4),
-        (B, "hook", 0.8, "seen", 0.6),
-        (C, "hook", 0.5, "seen", 1.0),  # which is never asked unseen
-    ],
-    columns=["press", "mechanism", "ratio", "question", "accuracy"],
-)
-EVALUATE = pd.DataFrame(
-    [
-        ("one", "no press", 0.0, "bare", 1.0),
-        ("one", "SnapKVPress", 0.5, "hook", 0.6),
-        ("two", "SnapKVPress", 0.5, "hook", 0.8),
-        ("one", "AdaKVPress(SnapKVPress())", 0.8, "hook", 0.25),
-    ],
-    columns=["dataset", "press", "ratio", "mechanism", "score"],
-)
-FIRST = pd.DataFrame(
-    [
-        ("narrow", 4096, 1, "no press", 0.0, 1.0, 1.0, 1000),
-        ("narrow", 4096, 1, A, 0.5, 1.1, 1.5, 500),
-        ("narrow", 4096, 1, B, 0.5, 1.2, 1.4, 510),
-        ("narrow", 4096, 1, B, 0.8, 1.3, 1.9, 200),
-        ("wide", 4096, 1, "no press", 0.0, 1.0, 1.0, 9000),
-        ("wide", 4096, 1, A, 0.5, 9.9, 9.9, 4500),
-    ],
-    columns=["model", "context", "batch", "press", "ratio", "first", "speed", "bytes"],
-)
-LOGITS = pd.DataFrame([(A, 0.5, 2.5), (B, 0.5, 0.125)], columns=["press", "ratio", "logit_error"])
-TABLES = {
-    "quality": QUALITY,
-    "evaluate": EVALUATE,
-    "throughput_first": FIRST,
-    "error_logits": LOGITS,
-}
+TABLES = {name: pd.DataFrame(**rows) for name, rows in table_beside(__file__, "quotable").items()}
+QUALITY = TABLES["quality"]
 
 
 def part(error=None, **tables):
@@ -83,7 +44,7 @@ def test_the_frontier():
 
 
 def test_missing_cells_say_so():
-    table = quotable([part(quality=QUALITY), part(evaluate=EVALUATE)])
+    table = quotable([part(quality=QUALITY), part(evaluate=TABLES["evaluate"])])
     assert len(table.rows) == 5
     row = next(row for row in table.rows if row[0:3:2] == ["Knorm", "50%"])
     assert row == ["Knorm", "", "50%", "50%", "70%", *[MISSING] * 5]
@@ -95,6 +56,6 @@ def test_missing_cells_say_so():
 
 
 def test_a_study_without_accuracy_has_none():
-    assert quotable([part(error_logits=LOGITS)]) is None
+    assert quotable([part(error_logits=TABLES["error_logits"])]) is None
     assert quotable([part("RuntimeError: no", **TABLES)]) is None
     assert quotable([part(equivalence=pd.DataFrame())]) is None
