@@ -70,7 +70,7 @@ class BasePress(InstalledPress):
             # The last wrapper is the innermost one, so of several scopes the inner one acts first.
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
-            yield wrap(other.module, "forward", partial(_beside, other))
+            yield wrap(other.module, "forward", partial(_attention, None, other))
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,19 +104,23 @@ BasePress.collector = Collector
 
 
 def _attention(
-    scope: ScopeState,
+    scope: ScopeState | None,
     site: AttentionSite,
     call_next: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Called instead of an attention module's forward; prunes the layer that it has filled."""
+    """Called instead of an attention module's forward; prunes the layer that it has filled.
+
+    Args:
+        scope: the scope that prunes; None: the module only reads pruned layers.
+    """
     forward = current.forward
     if forward is None or not (forward.helps or scope in forward.acting):
         return call_next(*args, **kwargs)
     given = Arguments(args, kwargs, site.signature.parameters)
     given = entry.before_attention(forward, site, given)
-    if scope not in forward.acting:
+    if scope is None or scope not in forward.acting:
         return call_next(*given.args, **given.kwargs)
     states: list[Tensor] = []
 
@@ -129,15 +133,6 @@ def _attention(
     query = Query(site.grouped(states[0])) if states else None
     engine.after_attention(scope, scope.press, AttentionPass(forward, site, given, output, query))
     return output
-
-
-def _beside(other: AttentionSite, call_next: Any, *args: Any, **kwargs: Any) -> Any:
-    forward = current.forward
-    if forward is None:
-        return call_next(*args, **kwargs)
-    given = Arguments(args, kwargs, other.signature.parameters)
-    given = entry.before_attention(forward, other, given)
-    return call_next(*given.args, **given.kwargs)
 
 
 def _lost(scope: ScopeState) -> str | None:
