@@ -1,4 +1,7 @@
-"""The layers of a `transformers` cache: which of them can be pruned, and what they store."""
+"""The layers of a `transformers` cache: which of them can be pruned, and what they store.
+
+Static and quantized layers are registered in `KINDS` by `press_core.running`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,13 +9,48 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
 
-from press_core.cache.kinds import as_pruned, kind_of
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import own_cache
+
+
+class PrunedHybridLayer(PrunedLayer):
+    """A pruned layer that also stores the state of a linear attention."""
+
+    def drop_last(self, n: int) -> None:
+        raise UnsupportedCacheError(
+            "a pruned layer with a linear-attention state cannot remove its latest tokens"
+        )
+
+
+HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+"""Layer with keys, values and a linear-attention state; transformers 5.2 does not have it."""
+
+KINDS: dict[type, type[PrunedLayer]] = {DynamicLayer: PrunedLayer}
+"""By type of a `transformers` layer, the class that replaces it when it is pruned."""
+
+if HybridLayer is not None:
+    KINDS[HybridLayer] = PrunedHybridLayer
+    # transformers updates the linear state only of layers that are instances of this mixin.
+    cache_utils.LinearAttentionCacheLayerMixin.register(PrunedHybridLayer)
+
+
+def kind_of(layer: Any) -> type[PrunedLayer] | None:
+    """The class that replaces a layer of `transformers`; None: it cannot be pruned."""
+    # Quantized layers have one subclass per library.
+    return KINDS.get(QuantizedLayer if isinstance(layer, QuantizedLayer) else type(layer))
+
+
+def as_pruned(layer: Any) -> PrunedLayer | None:
+    """`layer` as a `PrunedLayer`, wrapped if necessary; None: it cannot be pruned."""
+    if isinstance(layer, PrunedLayer):
+        return layer
+    kind = kind_of(layer)
+    return None if kind is None else kind(layer)
 
 
 def known(cache: Any, layer_idx: int) -> PrunedLayer:
@@ -108,12 +146,6 @@ def are_special(layers: list[PrunedLayer]) -> bool:
     """Whether any of the pruned `layers` can need its own mask, positions or attention function."""
     plain = ReadingNeeds.NOTHING
     return any([x.needs is not plain or x.kept.following is not None for x in layers])
-
-
-def columns_of(layer: Any, n_new: int) -> int:
-    """Columns of a mask that the model builds for `layer` and `n_new` more tokens."""
-    pruned = as_pruned(layer)
-    return int(layer.get_seq_length()) + n_new if pruned is None else pruned.columns(n_new)
 
 
 # ---- contents of a cache -------------------------------------------------------------------------

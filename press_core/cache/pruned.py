@@ -38,7 +38,7 @@ class PrunedLayer(DynamicLayer):
 
     `get_seq_length` counts the tokens *seen*, so that positions continue; `get_mask_sizes` counts
     the slots that are stored. A wrapped layer of `transformers` stores the states and appends new
-    tokens. Subclasses support layers that do not grow by concatenation; see `kinds`.
+    tokens. Subclasses support layers that do not grow by concatenation; see `caches.KINDS`.
 
     Attributes:
         inner: the wrapped layer.

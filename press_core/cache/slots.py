@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from press_core.cache.caches import columns_of, mask_layer
-from press_core.cache.kinds import as_pruned
+from press_core.cache.caches import as_pruned, mask_layer
 from press_core.cache.masks import part_of, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
@@ -58,9 +57,10 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
 
 def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     """Whether a mask over the (filled) slots of the `first` layer fits both."""
-    if layer.columns(1) != columns_of(first, 1):
-        return False
     pruned = as_pruned(first)
+    n_columns = int(first.get_seq_length()) + 1 if pruned is None else pruned.columns(1)
+    if layer.columns(1) != n_columns:
+        return False
     return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from press_core.cache.kinds import PrunedHybridLayer, kind_of
+from press_core.cache.caches import PrunedHybridLayer, kind_of
 from press_core.cache.pruned import PrunedLayer
 from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.rotary import NoRotation, Rotary

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
-from press_core.cache.kinds import KINDS
+from press_core.cache.caches import KINDS
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError

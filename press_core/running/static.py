@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
-from press_core.cache.kinds import KINDS, PrunedHybridLayer
+from press_core.cache.caches import KINDS, PrunedHybridLayer
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError

@@ -15,7 +15,7 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.facts import answer_seen, answer_unseen, build_tokenizer
 from press_core import RaggedLayer, kept_lengths
-from press_core.cache.kinds import HybridLayer
+from press_core.cache.caches import HybridLayer
 from tests.experiments.asked import PRESSES, facts, uneven
 from tests.support import GREEDY, both, filled, in_turn, snapshot, token_ids
 
