@@ -20,7 +20,7 @@ from attention_patch.kernels import (
 )
 from attention_patch.reversible import Patch, wrap
 from press_core.attention import softmax_with_sinks
-from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
 from press_core.entry import begin, joined_forward, leave

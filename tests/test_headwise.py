@@ -16,7 +16,7 @@ from press_core import (
     UnsupportedInputError,
     attention_sites,
 )
-from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.in_place import ChannelPrunedLayer
 from tests.support import (
     both,
     example_for,

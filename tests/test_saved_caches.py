@@ -23,7 +23,7 @@ from press_core import (
     load_cache,
     save_cache,
 )
-from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.pruned import ReadingNeeds
 from tests.press_core.test_saving import cache_of
 from tests.support import PACKAGES, build, context_for, example_for, filled, left_padded, token_ids

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from experiments import UserError
 from experiments.answers.prompts import chosen
 from press_core import Phase, RaggedLayer, kept_lengths
-from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.pruned import PrunedLayer
 from press_core.forward import with_cache
 from press_core.scope import InstalledPress

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from press_core.cache.caches import known, mask_layer
-from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.memory import Key, Memory
 from press_core.cache.positions import real_tokens
 from press_core.cache.pruned import PrunedLayer

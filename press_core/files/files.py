@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from press_core.cache.caches import PrunedHybridLayer
-from press_core.cache.channels import ChannelPrunedLayer
-from press_core.cache.in_place import InPlaceLayer
+from press_core.cache.in_place import ChannelPrunedLayer, InPlaceLayer
 from press_core.cache.layout import Blocks
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer

@@ -16,7 +16,7 @@ from attention_patch.kernels import HAS_VARLEN, KERNELS, Query, choose
 from attention_patch.scope import attend
 from press_core import RaggedLayer, UnsupportedInputError, attention_sites
 from press_core.cache import layout
-from press_core.cache.channels import ChannelPrunedLayer
+from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.masks import causal
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept
