@@ -16,10 +16,19 @@ from press_core.eviction import Eviction, memory_of
 from press_core.observed import Query
 from press_core.press import Press
 
+_DECIDED = "keys", "values", "kept", "rotary_positions", "head_mask", "channels", "late_mask"
+
 
 def decided(press: Press, call: AttentionCall) -> Eviction:
     """The press's decision about the heads of all ranks, restricted to those of this rank."""
-    return of_own_heads(press.evict(of_all_heads(call)), call)
+    eviction = press.evict(of_all_heads(call))
+    if call.site.ranks.process_group is None:
+        return eviction
+    if eviction.is_whole and not eviction.carried:
+        return Eviction.nothing(call)
+    found = {name: x for name in _DECIDED if (x := getattr(eviction, name)) is not None}
+    carried = own_heads(eviction.carried, call)
+    return replace(eviction, call=call, carried=carried, **own_heads(found, call))
 
 
 def remembered(press: Press, call: AttentionCall) -> Mapping[str, Tensor]:
@@ -51,24 +60,7 @@ def of_all_heads(call: AttentionCall) -> AttentionCall:
     )
 
 
-_DECIDED = "keys", "values", "kept", "rotary_positions", "head_mask", "channels", "late_mask"
-
-
-def of_own_heads(eviction: Eviction, call: AttentionCall) -> Eviction:
-    """An eviction for all heads, restricted to those of this rank, which `call` is over."""
-    if call.site.ranks.process_group is None:
-        return eviction
-    if eviction.is_whole and not eviction.carried:
-        return Eviction.nothing(call)
-    own: dict[str, Any] = {
-        name: call.site.ranks.own(decided, call.keys.shape[1])
-        for name in _DECIDED
-        if (decided := getattr(eviction, name)) is not None
-    }
-    return replace(eviction, call=call, carried=own_heads(eviction.carried, call), **own)
-
-
-def own_heads(known: Mapping[str, Tensor], call: AttentionCall) -> dict[str, Tensor]:
+def own_heads(known: Mapping[str, Tensor], call: AttentionCall) -> dict[str, Any]:
     """Values of all heads, restricted to those of this rank."""
     n = call.keys.shape[1]
     return {name: call.site.ranks.own(x, n) for name, x in known.items()}
