@@ -1,8 +1,7 @@
 """Models that torch.compile has compiled: forwards in which a press acts run eagerly."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from transformers.cache_utils import Cache
@@ -11,25 +10,17 @@ from press_core.cache.caches import is_empty, known, may_be_empty
 from press_core.cache.memory import FIRST, Memory
 from press_core.forward import Arguments, current
 from press_core.model.graphs import compile_nothing, may_break
-from press_core.observing import AttentionPass
-from press_core.press import Press
 from press_core.running.chunks import is_under_way
 from press_core.scope import ScopeState
 from press_core.traits import Phase
 
-Act = Callable[[ScopeState, Press, AttentionPass], None]
-"""What a scope does after an attention module."""
+P = ParamSpec("P")
 
 
-def eagerly(act: Act) -> Act:
+def eagerly(act: Callable[P, None]) -> Callable[P, None]:
     """`act`, kept out of graphs: values decide what is kept, and buffers grow."""
     outside = torch.compiler.disable(act)
-
-    @wraps(act)
-    def acting(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
-        (outside if may_break() else act)(scope, press, passed)
-
-    return acting
+    return lambda *args, **kwargs: (outside if may_break() else act)(*args, **kwargs)
 
 
 def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
