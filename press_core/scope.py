@@ -228,7 +228,10 @@ def bound_to(press: Press, model: nn.Module) -> ScopeState:
     decoder = decoder_of(model, [site.name for site in sites])
     first = sites[0].layer_idx
     state = ScopeState(press, model, sites, first, bystanders, decoder, Traits.of(press))
-    state.tally.n_sites, state.known = len(sites), prepared(press, model)
+    state.tally.n_sites = len(sites)
+    for part in press.everything():
+        state.known[id(part)] = part, part.prepare(model)
+        state.known.setdefault(id(_original(part)), state.known[id(part)])
     state.warnings.append(partial(_replaced, model, decoder))
     return state
 
@@ -241,15 +244,6 @@ def _replaced(model: nn.Module, decoder: nn.Module) -> str | None:
         ": the model's decoder was replaced inside the scope, and nothing was pruned since; open "
         "the scope after such changes"
     )
-
-
-def prepared(press: Press, model: nn.Module) -> dict[int, tuple[Press, Any]]:
-    """Call `prepare` of a press and of its parts; see `ScopeState.known`."""
-    known: dict[int, tuple[Press, Any]] = {}
-    for part in press.everything():
-        known[id(part)] = part, part.prepare(model)
-        known.setdefault(id(_original(part)), known[id(part)])
-    return known
 
 
 def _original(press: Press) -> Press:
