@@ -9,7 +9,6 @@ from torch import nn
 from attention_patch.scope import serve
 from hooks_impl.kvpress import KvpressCompatible, observed, queries
 from press_core import entry
-from press_core.collecting import Collecting
 from press_core.errors import ScopeError
 from press_core.forward import Arguments, Forward, names_of
 from press_core.model.graphs import forget_graphs
@@ -21,7 +20,7 @@ from press_core.press import RatioPress
 from press_core.running.compiled import enter_eagerly, runs_eagerly
 from press_core.running.copies import Hook, LayerHook
 from press_core.scope import InstalledPress, ScopeState
-from press_core.scoring import TokenScorer
+from press_core.scoring import Collecting, TokenScorer
 
 __all__ = ["BasePress", "Collector", "ScorerPress", "observed", "queries"]
 

@@ -11,7 +11,6 @@ from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import is_covered, wrap
 from attention_patch.scope import around_decoder, serve
 from press_core import engine, entry
-from press_core.collecting import Collecting
 from press_core.errors import PressError, ScopeError
 from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite
@@ -20,7 +19,7 @@ from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
 from press_core.press import RatioPress
 from press_core.scope import InstalledPress, ScopeState
-from press_core.scoring import TokenScorer
+from press_core.scoring import Collecting, TokenScorer
 from press_core.traits import Needs, also_needs
 
 

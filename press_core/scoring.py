@@ -1,6 +1,7 @@
-"""Base classes of presses that score tokens and keep the best, and of presses that wrap presses."""
+"""Base classes of presses that score tokens and keep the best, that wrap presses, or only watch."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from math import isnan
 from numbers import Integral
@@ -16,7 +17,7 @@ from press_core.eviction import Eviction, described
 from press_core.fields import limited
 from press_core.press import MeasuredPress, Press, RatioPress
 from press_core.select import is_dense, top_positions
-from press_core.traits import Needs, Phase
+from press_core.traits import Evicts, Needs, Phase
 
 
 class BudgetPress(Press):
@@ -153,3 +154,33 @@ class Wrapper(Around):
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         return self.changed(press=self.press.with_ratio(compression_ratio))
+
+
+# ---- watching ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Collecting(Press):
+    """Passes the call of every attention module to a function, and evicts nothing.
+
+    Attributes:
+        see: the function; it gets a call for each group of equally padded rows, without padding.
+        reads: what the calls have to contain.
+        phases: the forwards to pass on: of prefills, or of decoding.
+        thread: the thread whose forwards to pass on; None: all.
+    """
+
+    see: Callable[[AttentionCall], Any]
+    reads: Needs = Needs.QUERIES
+    phases: Phase = Phase.PREFILL
+    thread: int | None = None
+
+    evicts = Evicts.NOTHING
+
+    @property
+    def needs(self) -> Needs:
+        return self.reads | Needs.HIDDEN_STATES
+
+    def compress(self, call: AttentionCall) -> Eviction:
+        self.see(call)
+        return Eviction.nothing(call)
