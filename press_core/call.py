@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from press_core.errors import UnsupportedInputError
-from press_core.model.rotary import Rotary, alike
+from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, OpenScope, Positions, Query
 from press_core.select import gather_each, gather_tokens, upcast
@@ -89,7 +89,7 @@ class AttentionCall:
         """
         if self.at.tokens is not None and self.at.rotary is not None:
             return self.at.rotary.flatten(1).amax(dim=1, keepdim=True) + 1
-        rotary = self._rotary_in_3d
+        rotary = self.site.rotary_in_3d
         if rotary is None or self.at.embeddings is None:
             return self._known_ids()[:, -1:] + 1
         cos, sin = self.at.embeddings
@@ -101,15 +101,6 @@ class AttentionCall:
                 "a video, so that the next position is not known; let text follow it"
             )
         return found[:, None] + 1
-
-    @property
-    def _rotary_in_3d(self) -> Rotary | None:
-        """The rotation, if the model gives images positions in three dimensions; else None.
-
-        The position ids that attention modules get are then missing, or different ones.
-        """
-        rotary = self.site.rotary
-        return rotary if rotary is not None and rotary.in_3d else None
 
     # ---- queries and keys ------------------------------------------------------------------------
 
@@ -198,7 +189,7 @@ class AttentionCall:
         """
         if self.at.rotary is not None:
             return self.at.rotary
-        if self._rotary_in_3d is not None:
+        if self.site.rotary_in_3d is not None:
             raise UnsupportedInputError(
                 f"cannot rotate the keys of {self.site.name} back: the model gives images "
                 "positions in three dimensions, and those of earlier forwards are not stored; "
@@ -227,7 +218,7 @@ class AttentionCall:
 
     def keys_are_at(self, positions: Tensor) -> bool:
         """Whether the keys are rotated to `positions` `(B, H_kv, S)`, the same in every head."""
-        rotary, as_given = self._rotary_in_3d, self._cos_sin_of_keys()
+        rotary, as_given = self.site.rotary_in_3d, self._cos_sin_of_keys()
         if rotary is None or as_given is None:
             return torch.equal(self.key_positions().expand_as(positions), positions)
         made = rotary.embeddings(as_given[0], positions[:, 0])

@@ -316,7 +316,7 @@ class Press:
             if why := site.refusals.get(need):
                 raise UnsupportedModelError(f"{name} needs {NEEDS[need]}, and {why}")
         moves_earlier = self.phases & Phase.BEFORE_DECODING and self.needs & Needs.ROPE
-        if moves_earlier and site.rotary is not None and site.rotary.in_3d:
+        if moves_earlier and site.rotary_in_3d is not None:
             raise UnsupportedModelError(
                 f"{name} rotates keys of earlier forwards, but {site.name} gives images positions "
                 "in three dimensions, which are not stored; use KeyRerotationPress, which rotates "

@@ -57,7 +57,7 @@ def rotary_positions(
     real = None if occupied is None else occupied[:, layer.kept.n_slots :].to(device)
     if layer.is_rerotated:
         return layer.all_rotary_positions(real)
-    if site.rotary is not None and site.rotary.in_3d:
+    if site.rotary_in_3d is not None:
         return None
     positions = layer.all_positions()
     if positions is None or last is None:

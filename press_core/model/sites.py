@@ -133,6 +133,14 @@ class AttentionSite:
         """Factor on the attention logits."""
         return self.softmax.scaling
 
+    @property
+    def rotary_in_3d(self) -> Rotary | None:
+        """The rotation, if the model gives images positions in three dimensions; else None.
+
+        The position ids that attention modules get are then missing, or different ones.
+        """
+        return self.rotary if self.rotary is not None and self.rotary.in_3d else None
+
     def grouped(self, of_heads: Tensor) -> Tensor:
         """`(B, H, ...)` with query heads reordered so that head `h` belongs to KV head `h // G`."""
         return of_heads if self._order is None else of_heads[:, self._order]
@@ -188,7 +196,7 @@ def site_of(module: Any) -> AttentionSite:
     Raises:
         UnsupportedInputError: if it is any other module.
     """
-    site = module if isinstance(module, AttentionSite) else vars(module).get("_site")
+    site = getattr(module, "_site", module)  # a view of the module has it as `_site`
     if not isinstance(site, AttentionSite):
         raise UnsupportedInputError(
             f"a {type(module).__name__} was given, and it is not known how it rotates its keys; "

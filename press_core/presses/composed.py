@@ -221,7 +221,7 @@ class KeyRerotation(Wrapper):
         Raises:
             UnsupportedInputError: if `module` does not come from an open scope, or has no RoPE.
         """
-        site = site_of(getattr(module, "_site", module))  # a view of the module has it as `_site`
+        site = site_of(module)
         if site.rotary is None:
             raise UnsupportedInputError(f"{site.name} has no rotary position embeddings")
         positions = torch.arange(indices.shape[-1], device=keys.device).view(1, 1, -1)

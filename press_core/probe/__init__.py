@@ -74,9 +74,8 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[AttentionSite]
         )
     slides = any(facts.slides for facts in found)
     for depth, site in enumerate(sites):
-        in_3d = site.rotary is not None and site.rotary.in_3d
         ranks = ranks_of(model) if site.ranks.size > 1 else site.ranks
-        keeps_count = slides or in_3d or site.place.keeps_count
+        keeps_count = slides or site.rotary_in_3d is not None or site.place.keeps_count
         place = Place(depth, len(sites), keeps_count)
         sites[depth] = replace(site, place=place, ranks=ranks)
     return sites, _bystanders(found, sites)
