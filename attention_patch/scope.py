@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
-from attention_patch.kernels import (
-    Query,
-    attend_heads,
-    by_kv_head,
-    check_backend,
-    queries_of,
-)
+from attention_patch.kernels import Query, attend_heads, by_kv_head, check_backend, queries_of
 from attention_patch.reversible import Patch, wrap
 from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
