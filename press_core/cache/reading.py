@@ -5,20 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from press_core.cache import masks
 from press_core.cache.caches import mask_layer, pruned_layers
-from press_core.cache.masks import (
-    assert_whole,
-    columns_from,
-    columns_seen,
-    for_full_attention,
-    in_form,
-    is_visible,
-    one_for_all_heads,
-    part_of,
-    refuse_bias,
-    visible_tokens,
-    without_first,
-)
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import MASKED, Masked
 from press_core.cache.tokens import ReadingNeeds
@@ -54,7 +42,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
         return False
     if hidden_context(forward) is not None:
         return True
-    is_2d, mask = isinstance(mask, Tensor) and mask.dim() == 2, for_full_attention(mask)
+    is_2d, mask = isinstance(mask, Tensor) and mask.dim() == 2, masks.for_full_attention(mask)
     if is_2d or mask is None:
         return False
     n, first = forward.n_tokens, layers[0]
@@ -80,7 +68,7 @@ def is_of_tokens(forward: Forward, layer: PrunedLayer) -> bool:
     Those of this forward included. For a buffer it may have columns for all tokens that the cache
     was made for.
     """
-    mask = for_full_attention(forward.given.get("attention_mask"))
+    mask = masks.for_full_attention(forward.given.get("attention_mask"))
     if not isinstance(mask, Tensor) or mask.dim() != 4 or is_built_for_slots(forward):
         return False
     n_tokens = layer.n_seen + forward.n_tokens
@@ -114,13 +102,13 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     n_removed, n_context = n_before - forward.cache.get_seq_length(), n_before - layer.n_counted
     if torch.compiler.is_compiling() and layer.room is not None:  # both are values of tensors
         if not layer.kept.is_padded:
-            assert_whole(mask, n_context * (n_removed > 0))
-        return given.replace(attention_mask=without_first(mask, n_removed))
+            masks.assert_whole(mask, n_context * (n_removed > 0))
+        return given.replace(attention_mask=masks.without_first(mask, n_removed))
     n_removed = int(n_removed)
     if n_removed <= 0:
         return given
     if torch.compiler.is_compiling() and not layer.kept.is_padded:
-        assert_whole(mask, n_context)
+        masks.assert_whole(mask, n_context)
     elif not layer.kept.is_padded and not bool(mask[:, :n_context].all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
@@ -140,12 +128,12 @@ def hidden_context(forward: Forward) -> Tensor | None:
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:
-    mask = for_full_attention(forward.given.get("attention_mask"))
+    mask = masks.for_full_attention(forward.given.get("attention_mask"))
     layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
     if not torch.compiler.is_compiling() and not is_built_for_slots(forward):
-        refuse_bias(mask)
+        masks.refuse_bias(mask)
     first, kept = layers[0], layers[0].kept
     if mask.dim() == 2:
         of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens
@@ -155,7 +143,7 @@ def _hidden_context(forward: Forward) -> Tensor | None:
         return None
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
-    seen = is_visible(mask[..., : kept.n_seen])
+    seen = masks.is_visible(mask[..., : kept.n_seen])
     seen = seen[:, None, None] if mask.dim() == 2 else seen
     if torch.compiler.is_compiling():  # values are not known here
         return seen
@@ -212,7 +200,7 @@ def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None
         return None
     if hidden_context(forward) is not None:
         return None
-    kept, visible = first.kept, is_visible(mask)
+    kept, visible = first.kept, masks.is_visible(mask)
     occupied = kept.occupied(mask.device)
     assert occupied is not None
     n_before = kept.n_seen - kept.n_slots
@@ -233,7 +221,7 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
         n_filled: number of slots that were filled then.
     """
     mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
-    newest = part_of(for_full_attention(mask), n_filled, forward.n_tokens)
+    newest = masks.part_of(masks.for_full_attention(mask), n_filled, forward.n_tokens)
     newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
     return forward.given.replace(attention_mask=newest)
 
@@ -305,19 +293,19 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
         old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
     seen = torch.cat([part.expand(batch, heads, q, -1) for part in (old, recent)], dim=-1)
     form, dtype = site.attn_implementation, layer.keys.dtype
-    return seen if own else in_form(seen, form, dtype, site.num_heads)
+    return seen if own else masks.in_form(seen, form, dtype, site.num_heads)
 
 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int) -> Tensor:
     """Visibility of the `n` columns after the pruned part, `(1 or B, 1 or H, q, n)` bool."""
     q, device = forward.n_tokens, layer.device
     if layer.room is None:
-        return columns_seen(mask, q, n, device).to(device)
+        return masks.columns_seen(mask, q, n, device).to(device)
     slots, queries = torch.arange(n, device=device), torch.arange(q, device=device)
     filled = slots <= layer.n_counted + queries[:, None]  # up to the query's own slot
     if mask is None:
         return filled[None, None]
-    return columns_from(mask, q, _n_before(forward, mask, layer), n) & filled
+    return masks.columns_from(mask, q, _n_before(forward, mask, layer), n) & filled
 
 
 def _n_before(forward: Forward, mask: Any, layer: PrunedLayer) -> Any:
@@ -362,10 +350,10 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer) -> Tensor:
     q = forward.n_tokens
     if layer.room is None:
         n = layer.n_recent + q
-        real = visible_tokens(mask, n, layer.batch)
+        real = masks.visible_tokens(mask, n, layer.batch)
         real = None if real is None else real.to(layer.device)
         return layer.following_positions(n, real)[:, -q:]
-    real = one_for_all_heads(_recent(forward, mask, layer, layer.room))[:, 0, -1]
+    real = masks.one_for_all_heads(_recent(forward, mask, layer, layer.room))[:, 0, -1]
     slots = layer.n_counted + torch.arange(q, device=layer.device)
     return layer.following_positions(layer.room, real).index_select(1, slots)
 
@@ -382,7 +370,7 @@ def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) ->
     """
     rotary, (cos, sin) = site.rotary, given.get("position_embeddings")
     assert rotary is not None
-    real = visible_tokens(given.get("attention_mask"), n, len(cos))
+    real = masks.visible_tokens(given.get("attention_mask"), n, len(cos))
     real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
     last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)
     n_after = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
