@@ -1,18 +1,12 @@
 """KV-cache compression installed by PyTorch's own hooks, for the length of a `with` block."""
 
-from typing import TYPE_CHECKING
-
 from hooks_impl.kvpress import SUPPORTED_MODELS, is_prefilling, observed, queries
 from hooks_impl.mechanism import BasePress, ScorerPress
+from hooks_impl.presses import *  # noqa: F403 - every press is listed once, where it is declared
 from hooks_impl.presses import PRESSES
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.traits import Evicts, Needs, Phase
-
-if TYPE_CHECKING:
-    from hooks_impl.presses import *  # noqa: F403
-
-globals().update(PRESSES)  # every press is listed once, where it is declared
 
 __all__ = [
     "PRESSES",

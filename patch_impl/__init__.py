@@ -1,17 +1,11 @@
 """KV-cache compression installed by reversible patches of the attention forwards."""
 
-from typing import TYPE_CHECKING
-
 from patch_impl.mechanism import BasePress, ScorerPress
+from patch_impl.presses import *  # noqa: F403 - every press is listed once, where it is declared
 from patch_impl.presses import PRESSES
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.traits import Evicts, Needs, Phase
-
-if TYPE_CHECKING:
-    from patch_impl.presses import *  # noqa: F403
-
-globals().update(PRESSES)  # every press is listed once, where it is declared
 
 __all__ = [
     "PRESSES",
