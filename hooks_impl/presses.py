@@ -163,8 +163,6 @@ class PrefillDecodingPress(formulas.PrefillDecoding, BasePress): ...
 
 
 PRESSES: dict[str, type[BasePress]] = {
-    name: press
-    for name, press in sorted(globals().items())
-    if isinstance(press, type) and issubclass(press, BasePress) and press.__module__ == __name__
+    name: x for name, x in sorted(globals().items()) if getattr(x, "__module__", "") == __name__
 }
 """Every press of this package by its name."""
