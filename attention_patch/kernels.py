@@ -332,9 +332,7 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
     """`(P, c)` int64: sequence position of each slot that is read, 0 for empty slots."""
     n, n_own = layer.blocks.n, layer.blocks.n_own
     own, shared = layer.slots.long().clamp(min=0).split((n_own, n - n_own))
-    if n_own == n:
-        return own
-    n_readers = (len(layer.blocks.heads) - n_own) // (n - n_own)
+    n_readers = (len(layer.blocks.heads) - n_own) // max(1, n - n_own)
     return torch.cat((own, shared.repeat_interleave(n_readers, dim=0)))
 
 
