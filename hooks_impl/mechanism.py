@@ -66,14 +66,12 @@ class BasePress(KvpressCompatible, InstalledPress):
             if scope.traits.reads_queries:
                 collect = LayerHook(partial(_collect, scope, site))
                 yield site.query_module.register_forward_hook(collect)
-            before = LayerHook(partial(_before, site))
-            yield site.module.register_forward_pre_hook(before, with_kwargs=True)
             # Prepended, so that of several scopes the inner one acts first.
             act = LayerHook(partial(_attention, scope, site))
             yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
-        for other in scope.bystanders:
-            before = LayerHook(partial(_before, other))
-            yield other.module.register_forward_pre_hook(before, with_kwargs=True)
+        for reader in (*scope.sites, *scope.bystanders):
+            before = LayerHook(partial(_before, reader))
+            yield reader.module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         return module.register_forward_hook(Hook(lambda _, *call: act(*call)))
