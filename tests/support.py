@@ -91,6 +91,14 @@ def example_for(package, name, ratio, model):
     return pair.patch if package is patch_impl else pair.hook
 
 
+def assert_refused(press, model, error, match):
+    """A press does not open, says why, and leaves the model as it was."""
+    before = snapshot(model)
+    with pytest.raises(error, match=match):
+        press.register(model)
+    assert snapshot(model) == before
+
+
 def context_for(name, length):
     """`(1, length)` token ids that the press `name` can prune."""
     ids = token_ids(1, length)

@@ -21,12 +21,12 @@ from press_core import (
 )
 from tests.support import (
     PACKAGES,
+    assert_refused,
     both,
     build,
     context_for,
     example_for,
     filled,
-    snapshot,
     table_beside,
     token_ids,
 )
@@ -87,13 +87,10 @@ def test_numbers_of_numpy_are_numbers(package):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_field_changed_for_the_worse(package, wrapped):
     """Checked again when a scope opens, before anything is installed."""
-    model = build("llama")
-    before, inner = snapshot(model), package.KnormPress(0.5)
+    inner = package.KnormPress(0.5)
     press = package.ChunkPress(package.CriticalKVPress(inner)) if wrapped else inner
     inner.compression_ratio = 2.0
-    with pytest.raises(HyperparameterError, match=r"compression_ratio=2.0"):
-        press.register(model)
-    assert snapshot(model) == before
+    assert_refused(press, build("llama"), HyperparameterError, r"compression_ratio=2.0")
 
 
 @both
@@ -112,28 +109,25 @@ def test_a_model_of_sliding_layers_only(package):
         hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
         intermediate_size=32, vocab_size=64, sliding_window=16,
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="sliding window"):
-        package.KnormPress(0.5).register(MistralForCausalLM(config))
+    model = MistralForCausalLM(config)
+    assert_refused(package.KnormPress(0.5), model, UnsupportedModelError, "sliding window")
 
 
 @both
 def test_rope_where_there_is_none(package):
     model, finch = build("gpt2"), package.FinchPress(delimiter_token_id=1)
-    before, of_layers = snapshot(model), package.PerLayerCompressionPress(finch, [0.5, 0.2])
+    of_layers = package.PerLayerCompressionPress(finch, [0.5, 0.2])
     for press in (package.ExpectedAttentionPress(0.5), of_layers):
-        with pytest.raises(UnsupportedModelError, match=rf"{type(press).__name__} .*rotary.*not"):
-            press.register(model)
-    assert snapshot(model) == before
+        match = rf"{type(press).__name__} .*rotary.*not"
+        assert_refused(press, model, UnsupportedModelError, match)
 
 
 def test_a_query_that_no_hook_can_find():
     """The one place where the mechanisms differ in reach: a patch sees the query all the same."""
     model = build_tiny(decoders()["jetmoe"])  # experts compute its queries
-    before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="patch_impl"):
-        hooks_impl.SnapKVPress(0.5, window_size=4).register(model)
-    assert snapshot(model) == before
-    cache = filled(model, patch_impl.SnapKVPress(0.5, window_size=4), token_ids(1, 40))
+    hooks, patches = (package.SnapKVPress(0.5, window_size=4) for package in PACKAGES)
+    assert_refused(hooks, model, UnsupportedModelError, "patch_impl")
+    cache = filled(model, patches, token_ids(1, 40))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20, 20, 20]
     hooks_impl.KnormPress(0.5).register(model).remove()  # needs no queries: nothing is in the way
 
@@ -152,10 +146,7 @@ def test_queries_that_no_patch_can_see():
     model = build("gpt2", attn_implementation="eager")
     for block in model.transformer.h:
         block.attn.reorder_and_upcast_attn = True
-    before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="hooks_impl"):
-        patch_impl.TOVAPress(0.5).register(model)
-    assert snapshot(model) == before
+    assert_refused(patch_impl.TOVAPress(0.5), model, UnsupportedModelError, "hooks_impl")
     cache = filled(model, hooks_impl.TOVAPress(0.5), token_ids(1, 40))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
 
@@ -177,10 +168,9 @@ def test_a_bias_on_logits_is_no_padding(package):
 @pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1]])
 def test_a_ratio_for_each_layer_and_no_more(package, ratios):
     model, press = build("llama"), package.PerLayerCompressionPress(package.KnormPress(), ratios)
-    before, refused = snapshot(model), pytest.raises(PressError, match=f"{len(ratios)} .* 2 layers")
-    with refused:
-        press.register(model)
-    assert snapshot(model) == before
+    match = f"{len(ratios)} .* 2 layers"
+    assert_refused(press, model, PressError, match)
+    refused = pytest.raises(PressError, match=match)
     with replace(press, compression_ratios=[0.5, 0.2])(model) as scope, refused:
         scope.press.compression_ratios = ratios
         model(token_ids(1, 20))
@@ -193,10 +183,8 @@ def test_quantized_output_projections_are_refused(package, name):
     projection = model.model.layers[1].self_attn.o_proj
     codes = projection.weight.to(torch.int8)
     projection.weight = torch.nn.Parameter(codes, requires_grad=False)
-    before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match="floating-point"):
-        package.PRESSES[name](package.KnormPress(0.5)).register(model)
-    assert snapshot(model) == before
+    press = package.PRESSES[name](package.KnormPress(0.5))
+    assert_refused(press, model, UnsupportedModelError, "floating-point")
 
 
 @both

@@ -6,7 +6,7 @@ import transformers
 from transformers import DynamicCache
 
 from press_core import UnsupportedModelError, kept_lengths
-from tests.support import both, token_ids
+from tests.support import assert_refused, both, token_ids
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4ForCausalLM"), reason="this transformers has no Gemma-4"
@@ -62,5 +62,4 @@ def test_generate(package, variant, attention):
 @pytest.mark.parametrize("variant", ["shared", "both"])
 def test_heads_of_a_shared_layer_keep_as_many(package, variant):
     press = package.AdaKVPress(package.SnapKVPress(0.5, window_size=4))
-    with pytest.raises(UnsupportedModelError, match="Gemma4TextAttention"):
-        press.register(build(variant, "sdpa"))
+    assert_refused(press, build(variant, "sdpa"), UnsupportedModelError, "Gemma4TextAttention")

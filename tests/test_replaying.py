@@ -16,6 +16,7 @@ from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
 from tests.support import (
+    assert_refused,
     both,
     build,
     example_for,
@@ -105,10 +106,7 @@ def test_states_of_sliding_layers_may_have_gradients(package, name):
 def test_a_model_made_in_inference_mode_is_refused_before_anything_is_installed(package):
     with torch.inference_mode():
         model = build("llama")
-    before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"torch\.inference_mode"):
-        kvgrad(package).register(model)
-    assert snapshot(model) == before
+    assert_refused(kvgrad(package), model, UnsupportedModelError, r"torch\.inference_mode")
 
 
 @both
@@ -126,8 +124,8 @@ def test_gradient_checkpointing_is_refused_by_name(package):
     """It takes the cache away from a training model."""
     model = build("llama").train()
     model.gradient_checkpointing_enable()
-    with pytest.raises(UnsupportedModelError, match=r"checkpointing.*model\.eval\(\)"):
-        kvgrad(package).register(model)
+    match = r"checkpointing.*model\.eval\(\)"
+    assert_refused(kvgrad(package), model, UnsupportedModelError, match)
 
 
 @in_turn("name", ["KVComposePress", "KVzipPress", "RestoreKVPress"])
