@@ -17,17 +17,7 @@ from press_core import (
     attention_sites,
 )
 from press_core.cache.in_place import ChannelPrunedLayer
-from tests.support import (
-    both,
-    example_for,
-    filled,
-    forwards,
-    left_padded,
-    make,
-    ran,
-    token_ids,
-    tolerance,
-)
+from tests.support import both, example_for, filled, forwards, make, ran, token_ids, tolerance
 
 LENGTH = 40
 ACT_LAST = ("FastKVzipPress", "KVgradPress", "KVzipPress", "RestoreKVPress")
@@ -127,15 +117,6 @@ def test_offloaded_caches_are_refused(package, name):
         pytest.raises(UnsupportedCacheError, match="without offloading"),
     ):
         model(token_ids(1, LENGTH), past_key_values=Offloaded())
-
-
-@pytest.mark.parametrize("name", [*ACT_LAST[1:], "KVComposePress"])
-def test_rows_that_cannot_be_replayed_alone_are_refused(package, name):
-    """Rows are replayed without their padding, which sliding layers have let go of."""
-    model, (ids, mask, positions) = make("gemma2"), left_padded(3, LENGTH, [0, 9, 23])
-    press = example_for(package, name, 0.6, model)
-    with pytest.raises(UnsupportedCacheError, match="run them one by one"):
-        filled(model, press, ids, attention_mask=mask, position_ids=positions)
 
 
 @both

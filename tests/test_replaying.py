@@ -204,7 +204,10 @@ def test_padding_is_told_by_a_mask_of_any_form(package, name):
 
 @replaying
 def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, name):
-    """Not where no cache is filled, and not of rows without padding."""
+    """Rows are replayed without it, which sliding layers have let go of.
+
+    Not where no cache is filled, and not of rows without padding.
+    """
     config, ran = build("gemma2").config, []
     config.layer_types.reverse()  # new caches get sliding layers, unless the first one slides
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -213,7 +216,7 @@ def test_padding_beside_sliding_layers_is_refused_before_the_prefill(package, na
     with example_for(package, name, 0.5, model)(model):
         model.model.layers[0].mlp.register_forward_hook(lambda *_: ran.append(1))
         for cache in (None, DynamicCache(), DynamicCache(config=model.config)):
-            with pytest.raises(UnsupportedCacheError, match=r"padded.*Sliding"):
+            with pytest.raises(UnsupportedCacheError, match=r"padded.*Sliding.*one by one"):
                 model(ids, past_key_values=cache, **given)
         assert not ran
         model(ids, use_cache=False, **given)

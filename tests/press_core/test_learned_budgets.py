@@ -44,6 +44,7 @@ ALL = FastKVzip(0.5, n_sink=0, window_ratio=0)
 
 
 def a_call(length=LENGTH, **fields):
+    """Of layer 1."""
     return drawn_call(length, **{"site": site(1), "scope": Prepared(GATES), **fields})
 
 

@@ -15,24 +15,8 @@ from press_core.learned.measured import (
 )
 from press_core.learned.running import Examples, rows_alone
 from press_core.presses.queries import ExpectedAttention
-from tests.press_core.drawn import (
-    BATCH,
-    DIM,
-    KV_HEADS,
-    LAYERS,
-    WIDTH,
-    Prepared,
-    drawn,
-    drawn_call,
-    site,
-)
-from tests.press_core.test_learned_budgets import GATES, N_BASE, RANK
-
-LENGTH = 17
-
-
-def a_call(length=LENGTH, **fields):
-    return drawn_call(length, **{"site": site(1), **fields})
+from tests.press_core.drawn import BATCH, DIM, KV_HEADS, LAYERS, WIDTH, Prepared, drawn
+from tests.press_core.test_learned_budgets import GATES, LENGTH, N_BASE, RANK, a_call
 
 
 # ---- measured ------------------------------------------------------------------------------------
@@ -166,8 +150,7 @@ def test_a_seed_decides_all_whatever_else_is_drawn(learn):
 
 def test_no_more_tokens_are_held_than_asked_for():
     learned = examples(a_line, n=400, max_tokens=250)
-    assert learned.n_tokens >= learned.max_tokens
-    assert learned.n_tokens == 250
+    assert learned.n_tokens == learned.max_tokens == 250
     assert len(torch.cat(learned.states[1])) == len(torch.cat(learned.targets[1])) == 250
 
 
@@ -189,7 +172,7 @@ def test_tokens_of_infinite_score_are_not_learned_from_those_of_zero_are():
 def test_scores_of_another_shape_are_refused():
     right = torch.zeros(BATCH, KV_HEADS, LENGTH)
     for scores in (of_layer_1(right[..., 1:]), [right] * 2, [[]] * 3, None):
-        with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 .*\(2, 2, 17\)"):
+        with pytest.raises(CalibrationError, match=r"3 layers.*layer 1 .*\(2, 2, 31\)"):
             Examples(1000).add(scores, a_call())
 
 
