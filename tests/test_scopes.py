@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths
+from press_core.scope import bound_to
 from tests.support import (
     PLAIN,
     both,
@@ -225,15 +227,41 @@ def test_scopes_that_close_in_one_forward_all_do_though_warnings_are_errors(pack
 
 
 @both
-def test_a_press_keeps_no_model_alive(package):
+@pytest.mark.parametrize("name", ["SnapKVPress", "RestoreKVPress"])
+def test_a_press_keeps_no_part_of_a_model_alive(package, name):
     model = build("llama")
-    press = example_for(package, "RestoreKVPress", 0.5, model)
+    press = example_for(package, name, 0.5, model)
     cache = weakref.ref(filled(model, press, token_ids(1, 40)))
     assert cache() is None  # at once: garbage may fill a GPU before it is searched for
-    weight = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+    parts = [*map(weakref.ref, (*model.modules(), *model.parameters()))]
     del model
     gc.collect()
-    assert weight() is None
+    assert not [part for ref in parts if (part := ref()) is not None]
+
+
+class Removable:
+    def __init__(self, name, removed):
+        self.name, self.removed = name, removed
+
+    def remove(self):
+        self.removed.append(self.name)
+        if self.name == "stuck":
+            raise RuntimeError(self.name)
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["a", "stuck", "c"]])
+def test_what_was_installed_comes_off_once_the_last_first(names, model):
+    """Also if one part cannot."""
+    state, removed = bound_to(patch_impl.KnormPress(0.5), model), list[str]()
+    state.key.is_open = True
+    for name in names:
+        state.install(Removable(name, removed))
+    with pytest.raises(RuntimeError, match="stuck") if "stuck" in names else nullcontext():
+        state.close()
+    state.close()
+    assert removed == names[::-1]
+    assert not state.is_open
+    assert state.model is None
 
 
 @both
