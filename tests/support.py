@@ -75,6 +75,14 @@ def make(family="llama", **options):
     return build(family, **{"dtype": torch.float32 if eager else torch.float64, **options})
 
 
+def rotating(model, rope_type, **parameters):
+    """`model`, a Llama, with rotary embeddings of another type."""
+    known = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    model.config.rope_parameters = known | parameters
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
 def tolerance(model):
     return 1e-10 if model.dtype == torch.float64 else 2e-5
 

@@ -24,20 +24,27 @@ N_CASES = {"short": 4, "long": 3000}.get(PROFILE, 7)
 PRESSES = sorted(hooks_impl.PRESSES)
 
 
-def many(share=1.0):
-    """Settings for a share of the cases of a press; the same cases in every run but long ones."""
-    return settings(
+def assert_same(case):
+    difference = case.difference()
+    assert difference is None, str(difference)
+
+
+def compared(cases, n_scopes=1, share=1.0):
+    """A test of a share of the cases of a press; the same ones in every run but long ones."""
+
+    @settings(
         max_examples=max(1, int(N_CASES * share)),
         derandomize=PROFILE != "long",
         database=None,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
+    @given(cases)
+    def check(case):
+        assert len(case.presses) == n_scopes
+        assert_same(case)
 
-
-def assert_same(case):
-    difference = case.difference()
-    assert difference is None, str(difference)
+    return check
 
 
 # ---- drawn ---------------------------------------------------------------------------------------
@@ -45,24 +52,14 @@ def assert_same(case):
 
 @pytest.mark.parametrize("name", PRESSES)
 def test_drawn_cases(name):
-    @seed(PRESSES.index(name))
-    @many()
-    @given(strategies.cases(strategies.press_pairs(name)))
-    def check(case):
-        assert_same(case)
-
-    check()
+    cases = strategies.cases(strategies.press_pairs(name))
+    seed(PRESSES.index(name))(compared(cases))()
 
 
 @pytest.mark.parametrize("n_scopes", [2, 3])
 def test_nested_scopes(n_scopes):
-    @many()
-    @given(strategies.cases(strategies.nestable_pairs(), scopes=(n_scopes, n_scopes)))
-    def check(case):
-        assert len(case.presses) == n_scopes
-        assert_same(case)
-
-    check()
+    cases = strategies.cases(strategies.nestable_pairs(), scopes=(n_scopes, n_scopes))
+    compared(cases, n_scopes)()
 
 
 # GPT-2 and StableLM have no flex_attention in transformers, and sinks have none on a CPU.
@@ -79,28 +76,15 @@ def test_flex_attention():
         implementations=["flex_attention"],
         max_layers=1,
     )
-
-    @many(share=0.2)
-    @given(strategies.cases(models=models, max_length=40))
-    def check(case):
-        assert_same(case)
-
-    check()
+    compared(strategies.cases(models=models, max_length=40), share=0.2)()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", PRESSES)
 def test_drawn_cases_on_a_gpu(name):
-    models = strategies.model_specs(device="cuda")
-
-    @seed(PRESSES.index(name))
-    @many()
-    @given(strategies.cases(strategies.press_pairs(name), models))
-    def check(case):
-        assert_same(case)
-
-    check()
+    cases = strategies.cases(strategies.press_pairs(name), strategies.model_specs(device="cuda"))
+    seed(PRESSES.index(name))(compared(cases))()
 
 
 # ---- corners -------------------------------------------------------------------------------------

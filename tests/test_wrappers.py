@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from press_core import ScopeError, UnsupportedInputError, attention_sites
 from tests.slow import INF, best, choices, cosines, norms, queries_and_keys, snapkv
-from tests.support import both, filled, held, left_padded, make, table_beside, token_ids
+from tests.support import both, filled, held, left_padded, make, rotating, table_beside, token_ids
 from tests.twins import contents, same
 
 LENGTH = 60
@@ -225,16 +225,9 @@ def layer_type(model):
 
 def yarn():
     """A Llama whose rotary embedding scales attention."""
-    config = make().config
-    config.rope_parameters = {
-        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
-        "original_max_position_embeddings": 64,
-    }
-    config.max_position_embeddings = 256
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model = rotating(make(), "yarn", original_max_position_embeddings=64)
     assert model.base_model.rotary_emb.attention_scaling > 1.1
-    return model.eval()
+    return model
 
 
 ROTARY = {

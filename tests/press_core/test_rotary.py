@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from transformers import AutoConfig, AutoModelForCausalLM
+
 
 from experiments.testbed.families import FAMILIES, NO_ROPE
 from press_core import attention_sites
 from press_core.tiles import NUMBERS
 from tests.press_core.recorded import record
-from tests.support import build
+from tests.support import build, rotating
 
 ROPE_FAMILIES = [family for family in FAMILIES if family not in NO_ROPE]
 
@@ -28,9 +28,7 @@ def test_parts_of_a_long_context_have_the_bits_of_the_whole(family, monkeypatch)
 
 
 def test_unrotate_undoes_the_scale_of_yarn():
-    rotary = _llama_rotary(
-        rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=10000.0
-    )
+    rotary = _llama_rotary("yarn", factor=8.0, original_max_position_embeddings=64)
     x = torch.randn(1, 2, 9, 8)
     cos, sin = rotary.embeddings(x, torch.arange(9)[None])
     assert (cos.square() + sin.square() > 1.1).all()  # scaled: not a rotation alone
@@ -66,7 +64,7 @@ def test_a_layer_of_its_own_kind_gets_its_own_frequencies():
 
 @pytest.mark.parametrize("dispatched", [False, True])
 def test_asking_for_far_positions_leaves_no_trace_on_the_model(dispatched):
-    rotary = _llama_rotary(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    rotary = _llama_rotary("dynamic", factor=2.0)
     if dispatched:  # accelerate assigns it a forward
         add_hook_to_module(rotary.embedding, ModelHook())
     x = torch.zeros(1, 8)
@@ -82,15 +80,6 @@ def _state(rotary):
     return [buffer for _, buffer in rotary.embedding.named_buffers()]
 
 
-def _llama_rotary(**rope_parameters):
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        rope_parameters=rope_parameters,
-    )
-    return attention_sites(AutoModelForCausalLM.from_config(config))[0].rotary
+def _llama_rotary(rope_type, **parameters):
+    model = rotating(build("llama", num_layers=1, head_dim=8), rope_type, **parameters)
+    return attention_sites(model)[0].rotary
