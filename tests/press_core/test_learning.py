@@ -18,7 +18,6 @@ from press_core.presses.queries import ExpectedAttention
 from tests.press_core.drawn import BATCH, DIM, KV_HEADS, LAYERS, WIDTH, Prepared, drawn
 from tests.press_core.test_learned_budgets import GATES, LENGTH, N_BASE, RANK, a_call
 
-
 # ---- measured ------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
-
 from experiments.testbed.families import FAMILIES, NO_ROPE
 from press_core import attention_sites
 from press_core.tiles import NUMBERS
