@@ -5,7 +5,7 @@ from contextlib import ExitStack, nullcontext, suppress
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import hooks_impl
 from attention_patch import headwise
@@ -13,26 +13,9 @@ from experiments.loading import load_model
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import DELIMITER
-from press_core import (
-    Phase,
-    PressError,
-    UnsupportedInputError,
-    UnsupportedModelError,
-    kept_lengths,
-    kept_positions,
-)
+from press_core import UnsupportedInputError, UnsupportedModelError, kept_lengths, kept_positions
 from press_core.replay.kvzip import RepeatPrompts
-from tests.support import (
-    GREEDY,
-    build,
-    context_for,
-    example_for,
-    filled,
-    held,
-    left_padded,
-    snapshot,
-    token_ids,
-)
+from tests.support import GREEDY, build, example_for, filled, held, left_padded, token_ids
 
 # ---- masks ---------------------------------------------------------------------------------------
 
@@ -110,20 +93,6 @@ def test_chunks_are_alone_whatever_attention_returns(package):
     assert found[1] == found[0]
 
 
-def test_a_press_of_ones_own_acts_before_a_forward():
-    class Window(hooks_impl.BasePress):
-        phases = Phase.BEFORE_DECODING
-
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[:, :, -8:], values[:, :, -8:]
-
-    model, cache = build("llama"), DynamicCache()
-    with Window()(model):
-        for n in (40, 1, 1):
-            model(token_ids(1, n), past_key_values=cache)
-    assert kept_lengths(cache)[0].tolist() == [[9, 9]]
-
-
 def test_a_ratio_that_is_set_in_a_scope_is_told_until_it_was_used(package):
     model, press = build("llama"), package.AdaKVPress(package.KnormPress(0.5))
     with press(model):
@@ -178,9 +147,10 @@ def test_keys_that_no_model_rotates_are_unrotated(package):
 @after_5_2
 def test_finch_decodes_beside_layers_without_a_length(package):
     model = build_tiny(decoders()["jamba"])
-    cache = DynamicCache(config=model.config)
+    ids, cache = token_ids(1, 40), DynamicCache(config=model.config)
+    ids[:, -8] = DELIMITER
     with package.FinchPress(0.5, rerotate_keys=False, delimiter_token_id=DELIMITER)(model):
-        model(context_for("FinchPress", 40), past_key_values=cache)
+        model(ids, past_key_values=cache)
         model(token_ids(1, 1), past_key_values=cache)
 
 
@@ -201,17 +171,6 @@ def test_a_model_of_anybodys_is_refused_in_words():
     model.config = {"n_layer": 1}
     with pytest.raises(UnsupportedModelError):
         hooks_impl.KnormPress(0.5).register(model)
-
-
-def test_a_probe_leaves_no_attribute_that_a_first_forward_sets():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": 8 * [1.0]}
-    rope |= {"long_factor": 8 * [2.0], "original_max_position_embeddings": 32}
-    config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
-    config |= {"num_attention_heads": 4, "max_position_embeddings": 64, "rope_parameters": rope}
-    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
-    before = snapshot(model)
-    hooks_impl.KnormPress(0.5).register(model).remove()
-    assert snapshot(model) == before
 
 
 # ---- chat templates ------------------------------------------------------------------------------
@@ -242,9 +201,10 @@ def test_draft_tokens_behind_turned_keys_are_right_or_refused(package, n):
     """Of 41 tokens the cache has seen 40, and counts 20."""
     model, ids, found = build("llama"), token_ids(1, 41), []
     ids[:, 40] = ids[:, 10]
+    press = package.KeyRerotationPress(package.KnormPress(0.5))
     for given, more in ((ids[:, -21:], {}), (ids[:, -n:], {"assistant_model": model})):
         cache = DynamicCache(config=model.config)
-        with package.KeyRerotationPress(package.KnormPress(0.5))(model), suppress(PressError):
+        with press(model), suppress(UnsupportedInputError):
             model(ids[:, :40], past_key_values=cache)
             more |= GREEDY | {"max_new_tokens": 8, "past_key_values": cache}
             found.append(model.generate(given, attention_mask=torch.ones_like(given), **more))

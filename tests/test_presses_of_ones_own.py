@@ -132,6 +132,17 @@ def test_scores_that_are_methods_of_other_kinds(kind):
     assert lengths(press(0.5)) == [[20, 20]] * 2
 
 
+def test_a_press_acts_before_a_forward():
+    class Window(hooks_impl.BasePress):
+        phases = Phase.BEFORE_DECODING
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, -8:], values[:, :, -8:]
+
+    cache, _ = ran(build("llama"), Window(), [token_ids(1, 40), *token_ids(2, 1).split(1)])
+    assert kept_lengths(cache)[0].tolist() == [[9, 9]]
+
+
 @both
 def test_a_press_acts_as_often_as_its_parts(package):
     class Around(package.BasePress):

@@ -21,7 +21,7 @@ from experiments.questions.architectures.decoders import build, decoders
 from experiments.testbed import families
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import filled, snapshot, table_beside
+from tests.support import filled, rotating, snapshot, table_beside
 
 KNOWN = decoders()
 FACTS = table_beside(__file__, "facts")
@@ -97,6 +97,14 @@ def test_a_probe_leaves_nothing_behind(name):
     assert snapshot(model) == before
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.training
+
+
+def test_a_probe_leaves_no_attribute_that_a_first_forward_sets():
+    scaled = {"original_max_position_embeddings": 32, "short_factor": 8 * [1.0]}
+    model = rotating(families.build("llama"), "longrope", long_factor=8 * [2.0], **scaled)
+    before = snapshot(model)
+    hooks_impl.KnormPress(0.5).register(model).remove()
+    assert snapshot(model) == before
 
 
 def test_a_probe_undoes_what_hooks_of_others_do():
