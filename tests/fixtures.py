@@ -17,6 +17,7 @@ with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):  # hqq, which it imports, 
 
 import hooks_impl
 import patch_impl
+from tests.support import build
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 
@@ -52,6 +53,11 @@ def package(request):
     Where they could differ a test asks for `tests.support.both`.
     """
     return (hooks_impl, patch_impl)[zlib.crc32(request.node.nodeid.encode()) % 2]
+
+
+@pytest.fixture
+def model():
+    return build("llama", num_layers=3)
 
 
 @pytest.fixture

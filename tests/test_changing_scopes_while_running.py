@@ -13,7 +13,6 @@ from press_core.forward import current
 from tests.support import (
     PACKAGES,
     both,
-    build,
     context_for,
     example_for,
     filled,
@@ -96,9 +95,8 @@ layers = pytest.mark.parametrize("index", [0, N_LAYERS - 1])
 
 
 @pytest.fixture
-def model():
+def model(model):
     """It is left as it was found."""
-    model = build("llama", num_layers=N_LAYERS)
     before = snapshot(model)
     yield model
     assert snapshot(model) == before
@@ -114,9 +112,14 @@ def prefilled(model, ids=None, cache=None):
 
 
 @contextmanager
-def running(model, halt, ids=None):
-    """A prefill in another thread, held back; it ends with the block, and hands on its error."""
-    cache = DynamicCache(config=model.config)
+def running(model, place=inside, index=1, ids=None, n_calls=0):
+    """A prefill in another thread, held back; it ends with the block, and hands on its error.
+
+    Args:
+        place: where in the attention of layer `index` it is held, see `Halt` for `n_calls`.
+    """
+    cache, halt = DynamicCache(config=model.config), Halt(n_calls)
+    theirs = place(model.model.layers[index].self_attn, halt)
 
     def run():
         halt.thread = threading.get_ident()
@@ -130,6 +133,7 @@ def running(model, halt, ids=None):
     finally:
         halt.go.set()
     thread.end()
+    theirs.remove()
 
 
 def lengths_of(cache):
@@ -144,14 +148,12 @@ def lengths_of(cache):
 @both
 def test_closing_waits_for_forwards_that_have_begun(package, index, place, model):
     """They are pruned in all layers; a forward that begins in the meantime is in none."""
-    halt, scope = Halt(), half(package).register(model)
-    theirs = place(model.model.layers[index].self_attn, halt)
-    with running(model, halt) as cache:
+    scope = half(package).register(model)
+    with running(model, place, index) as cache:
         closing = Started(scope.remove)
         assert not closing.is_over(0.02)
         assert lengths_of(prefilled(model)) == WHOLE
     closing.end()
-    theirs.remove()
     assert lengths_of(cache) == HALF
     assert lengths_of(prefilled(model, token_ids(1, 1), cache)) == [LENGTH // 2 + 1] * N_LAYERS
 
@@ -161,14 +163,11 @@ def test_closing_waits_for_forwards_that_have_begun(package, index, place, model
 @both
 def test_opening_leaves_forwards_that_have_begun_alone(package, index, place, model):
     """They are pruned in no layer; the next one is, while they still run."""
-    halt = Halt()
-    theirs = place(model.model.layers[index].self_attn, halt)
-    with running(model, halt) as cache:
+    with running(model, place, index) as cache:
         scope = half(package).register(model)
         assert lengths_of(prefilled(model)) == HALF
         scope.remove()  # and nobody waits for them
         scope.open()
-    theirs.remove()
     assert lengths_of(cache) == WHOLE
     scope.remove()
 
@@ -176,18 +175,15 @@ def test_opening_leaves_forwards_that_have_begun_alone(package, index, place, mo
 @both
 def test_a_forward_that_begins_while_the_scope_is_being_installed(package, model):
     """It is not pruned: not in layers that have their hook by then, nor in those behind."""
-    halt = Halt()
-    theirs = inside(model.model.layers[1].self_attn, halt)
     with ExitStack() as until_open:
         caches = []
 
         class Slow(package.KnormPress):
             def install(self, scope):
                 super().install(scope)
-                caches.append(until_open.enter_context(running(model, halt)))
+                caches.append(until_open.enter_context(running(model)))
 
         scope = Slow(0.5).register(model)
-    theirs.remove()
     scope.remove()
     assert lengths_of(caches[0]) == WHOLE
 
@@ -196,16 +192,15 @@ def test_a_forward_that_begins_while_the_scope_is_being_installed(package, model
 @both
 def test_handles_of_others_still_work(package, theirs_first, model):
     """Registered before or within the scope, and removed while a forward is in progress."""
-    halt, calls = Halt(), []
-    module = model.model.layers[1].self_attn
+    module, calls = model.model.layers[1].self_attn, []
 
     def register():
         return module.register_forward_hook(lambda *_: calls.append(1))
 
     handles = [register()] if theirs_first else []
     scope = package.KnormPress(0.5).register(model)
-    handles += [register(), inside(module, halt)]
-    with running(model, halt):
+    handles += [register(), inside(module, lambda *_: None)]
+    with running(model):
         closing = Started(scope.remove)
         for handle in [*handles, register()]:
             handle.remove()
@@ -217,11 +212,10 @@ def test_handles_of_others_still_work(package, theirs_first, model):
 @pytest.mark.parametrize("opening", [False, True], ids=["closing", "opening"])
 def test_every_press(package, opening, name, model):
     """The forward ends without an error, whatever the press was about to do in it."""
-    press, halt = example_for(package, name, 0.5, model), Halt()
-    theirs = inside(model.model.layers[1].self_attn, halt)
+    press = example_for(package, name, 0.5, model)
     scope = press(model) if opening else press.register(model)
     ids = token_ids(1, 80) if opening else context_for(name, 80)  # a delimiter needs its scope
-    with running(model, halt, ids) as cache:
+    with running(model, ids=ids) as cache:
         changing = Started(scope.open if opening else scope.remove)
         if opening:
             changing.end()
@@ -230,20 +224,16 @@ def test_every_press(package, opening, name, model):
         press.is_awaited = lambda *_: scope.remove()
         prefilled(model, token_ids(1, 1), cache)
     scope.remove()
-    theirs.remove()
 
 
 @both
 @replaying
 def test_closing_while_a_context_is_run_again(package, name, model):
     """What the press has begun it ends: all layers are pruned, and the cache can be used."""
-    halt = Halt(1)
-    theirs = inside(model.model.layers[1].self_attn, halt)
     scope = example_for(package, name, 0.5, model).register(model)
-    with running(model, halt, context_for(name, 80)) as cache:
+    with running(model, ids=context_for(name, 80), n_calls=1) as cache:
         closing = Started(scope.remove)
     closing.end()
-    theirs.remove()
     assert all(bool((lengths < 80).any()) for lengths in kept_lengths(cache))
 
 

@@ -16,11 +16,6 @@ CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
 OFF, ON = [False] * 3, [True] * 3
 
 
-@pytest.fixture
-def model():
-    return build("llama", num_layers=3)
-
-
 def covered(model):
     """Whether there is anything on each attention module that an untouched one has not."""
     modules = [layer.self_attn for layer in model.model.layers]

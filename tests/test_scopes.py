@@ -35,11 +35,6 @@ from tests.support import (
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 
 
-@pytest.fixture
-def model():
-    return build("llama", num_layers=3)
-
-
 def run(model):
     """Logits of a prefill."""
     return ran(model, None, [token_ids(1, 40)])[1][0]

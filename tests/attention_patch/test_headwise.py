@@ -16,11 +16,6 @@ from tests.support import both, build, filled, snapshot, token_ids
 LENGTH, QUESTION = 70, token_ids(1, 5, seed=1)
 
 
-@pytest.fixture
-def model():
-    return build("llama", num_layers=3)
-
-
 def ada(package=hooks_impl, ratio=0.5):
     return package.AdaKVPress(package.KnormPress(ratio), alpha_safeguard=0.1)
 
