@@ -165,6 +165,15 @@ def test_a_bias_on_logits_is_no_padding(package):
 
 
 @both
+def test_padding_on_the_right(package):
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, -5:] = 0
+    press = package.SnapKVPress(0.5, window_size=8)
+    with pytest.raises(UnsupportedInputError, match="row 1"):
+        filled(build("llama"), press, token_ids(2, 40), attention_mask=mask)
+
+
+@both
 @pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1]])
 def test_a_ratio_for_each_layer_and_no_more(package, ratios):
     model, press = build("llama"), package.PerLayerCompressionPress(package.KnormPress(), ratios)

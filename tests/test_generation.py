@@ -9,13 +9,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 from attention_patch import headwise
-from press_core import (
-    ScopeError,
-    UnsupportedCacheError,
-    UnsupportedInputError,
-    cache_nbytes,
-    kept_lengths,
-)
+from press_core import ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
 from tests.support import (
     GREEDY,
     both,
@@ -285,9 +279,4 @@ def test_uneven_rows_need_a_scope(package):
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
 
 
-@both
-def test_padding_on_the_right_is_refused(package):
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, -5:] = 0
-    with pytest.raises(UnsupportedInputError, match="row 1"):
-        filled(build("llama"), snapkv(package), token_ids(2, LENGTH), attention_mask=mask)
+

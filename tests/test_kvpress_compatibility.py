@@ -302,7 +302,7 @@ def test_positions_are_those_of_the_hidden_states(around):
     assert all(press.seen)
 
 
-class OfABudget(ScorerPress):
+class OfABudget(NegativeNormPress):
     """Its ratio is no field of its own."""
 
     @property
@@ -312,9 +312,6 @@ class OfABudget(ScorerPress):
     @compression_ratio.setter
     def compression_ratio(self, ratio):
         pass
-
-    def score(self, module, hidden_states, keys, values, attentions, kwargs):
-        return keys.norm(dim=-1)
 
 
 def test_a_ratio_may_be_a_property():
@@ -330,10 +327,7 @@ def test_a_ratio_may_be_a_property():
     ],
 )
 def test_methods_read_the_ratio_that_is_asked_of_them(opened):
-    class Own(hooks_impl.ScorerPress):
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys.norm(dim=-1)
-
+    class Own(NegativeNormPress):
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
             self.calls = getattr(self, "calls", 0) + 1
             n = int(keys.shape[2] * (1 - self.compression_ratio))

@@ -80,14 +80,18 @@ def assert_same(one, other):
         assert torch.equal(logits, expected)
 
 
-def read_again(model, cache, path, *helpers, **arguments):
+def read_again(model, cache, path, *helpers):
     """What is read says the same as what was written, and answers as it does."""
     loaded = load_cache(save_cache(cache, path, model), model)
+    assert_as_good(model, cache, loaded, *helpers)
+    return loaded
+
+
+def assert_as_good(model, cache, loaded, *helpers, **arguments):
     assert_kept(cache, loaded)
     for helper in helpers:
         expected = answers(model, cache, helper, **arguments)
         assert_same(answers(model, loaded, helper, **arguments), expected)
-    return loaded
 
 
 # ---- every press ---------------------------------------------------------------------------------
@@ -138,11 +142,8 @@ def test_rows_of_different_lengths_that_were_decoded(package, name, fields, kind
     assert all(type(layer) is kind and getattr(layer, has) for layer in cache.layers)
     path = save_cache(cache, tmp_path / "cache.safetensors", model, attention_mask=mask)
     loaded, given = load_cache(path, model), about_cache(path).inputs["attention_mask"]
-    assert_kept(cache, loaded)
-    arguments = {"rows": 2, "attention_mask": given}
-    for helper in (headwise(model), press(model)):
-        expected = answers(model, cache, helper, **arguments)
-        assert_same(answers(model, loaded, helper, **arguments), expected)
+    helpers = headwise(model), press(model)
+    assert_as_good(model, cache, loaded, *helpers, rows=2, attention_mask=given)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "gpt2"])

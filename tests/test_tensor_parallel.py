@@ -21,7 +21,7 @@ import hooks_impl
 import patch_impl
 from press_core import UnsupportedModelError
 from press_core.probe import attention_sites
-from tests.support import build, context_for, example_for, held, token_ids
+from tests.support import build, context_for, example_for, held, left_padded, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
 RANKS = 2
@@ -47,9 +47,7 @@ def run(model, press, name, padding):
     """
     cache, rows = DynamicCache(config=model.config), len(padding)
     context = context_for(name, 48).repeat(rows, 1)
-    mask = torch.ones(rows, 48 + 3 + 2, dtype=torch.long)
-    for row, n in enumerate(padding):
-        mask[row, :n] = 0
+    mask = left_padded(rows, 48 + 3 + 2, padding)[1]
     given = (context, token_ids(rows, 3, seed=1), *token_ids(rows, 2, seed=2).split(1, dim=1))
     seen = 0
     with press(model):

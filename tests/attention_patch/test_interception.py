@@ -22,6 +22,15 @@ class Registry:
         return f"{module}{args}"
 
 
+@pytest.fixture
+def registry():
+    """One that is intercepted."""
+    registry = Registry()
+    patch = intercept(registry)
+    yield registry
+    patch.remove()
+
+
 def _asked(registry, **kwargs):
     """What an attention module does: ask for the function, and call it."""
     function = registry.get_interface("attend", default=None)
@@ -35,14 +44,13 @@ def _tagging(tag):
     return override
 
 
-def test_a_call_that_carries_an_override_is_run_by_it_and_no_other():
-    registry, seen = Registry(), []
+def test_a_call_that_carries_an_override_is_run_by_it_and_no_other(registry):
+    seen = []
 
     def override(function, *args, **kwargs):
         seen.append((args, kwargs))
         return f"over {function(*args, **kwargs)}"
 
-    patch = intercept(registry)
     assert _asked(registry) == "module(1, 2)"
     assert _asked(registry, **with_override({"mask": 7}, override)) == "over module(1, 2)"
     assert _asked(registry) == "module(1, 2)"
@@ -50,12 +58,9 @@ def test_a_call_that_carries_an_override_is_run_by_it_and_no_other():
     plain = {"scaling": 0.5}
     assert registry.calls == [plain, {**plain, "mask": 7}, plain]  # no trace of the override
     assert registry.get_interface("unknown", lambda x: x + 1)(1) == 2  # the default too
-    patch.remove()
 
 
-def test_an_override_may_answer_itself_or_fail():
-    registry = Registry()
-    patch = intercept(registry)
+def test_an_override_may_answer_itself_or_fail(registry):
     assert _asked(registry, **with_override({}, lambda *_, **__: "instead")) == "instead"
     assert registry.calls == []
 
@@ -65,19 +70,15 @@ def test_an_override_may_answer_itself_or_fail():
     with pytest.raises(ZeroDivisionError):
         _asked(registry, **with_override({}, failing))
     assert _asked(registry) == "module(1, 2)"
-    patch.remove()
 
 
-def test_two_overrides_compose_the_later_around_the_former():
-    registry = Registry()
-    patch = intercept(registry)
+def test_two_overrides_compose_the_later_around_the_former(registry):
     former = with_override({"mask": 7}, _tagging("former"))
     before = dict(former)
     assert _asked(registry, **with_override(former, _tagging("later"))) == (
         "later[former[module(1, 2)]]"
     )
     assert former == before
-    patch.remove()
 
 
 def test_several_interceptions_act_once_and_cost_a_call_what_one_does():

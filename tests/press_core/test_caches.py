@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import hooks_impl
-import patch_impl
 from press_core import PrunedLayer, ScopeError, UnsupportedCacheError, cache_nbytes
 from press_core.cache.memory import FIRST, Key, Memory, Step
 from press_core.cache.pruned import ReadingNeeds
 from press_core.cache.tokens import Kept
-from tests.support import build, reading
+from tests.support import both, build, reading
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 ROWS = [[-1, -1, 6, 9], [-1, 3, 4, 8], [0, 1, 2, 9]]
@@ -160,7 +158,7 @@ class OtherLayer(DynamicLayer):
     """Stands for layers whose `keys` are not all they hold."""
 
 
-@pytest.mark.parametrize("package", [hooks_impl, patch_impl], ids=["hooks", "patches"])
+@both
 def test_other_layers_are_refused_by_what_they_are(package):
     model, cache = build("llama"), cache_of(OtherLayer(), OtherLayer())
     with package.KnormPress(0.5)(model), pytest.raises(UnsupportedCacheError, match="OtherLayer"):
