@@ -17,7 +17,8 @@ with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):  # hqq, which it imports, 
 
 import hooks_impl
 import patch_impl
-from tests.support import build
+from press_core.forward import current
+from tests.support import build, snapshot
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 
@@ -58,6 +59,15 @@ def package(request):
 @pytest.fixture
 def model():
     return build("llama", num_layers=3)
+
+
+@pytest.fixture
+def left_as_it_was(model):
+    """The model of a test, and what is known of the forward that runs."""
+    before = snapshot(model)
+    yield
+    assert snapshot(model) == before
+    assert current.forward is None
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
@@ -105,11 +105,7 @@ def test_a_model_without_attention(package):
 
 @both
 def test_a_model_of_sliding_layers_only(package):
-    config = MistralConfig(
-        hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
-        intermediate_size=32, vocab_size=64, sliding_window=16,
-    )  # fmt: skip
-    model = MistralForCausalLM(config)
+    model = build_tiny(decoders()["mistral"])
     assert_refused(package.KnormPress(0.5), model, UnsupportedModelError, "sliding window")
 
 

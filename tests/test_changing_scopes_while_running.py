@@ -9,17 +9,9 @@ from transformers import DynamicCache
 
 import hooks_impl
 from press_core import Phase, ScopeError, kept_lengths
-from press_core.forward import current
-from tests.support import (
-    PACKAGES,
-    both,
-    context_for,
-    example_for,
-    filled,
-    replaying,
-    snapshot,
-    token_ids,
-)
+from tests.support import PACKAGES, both, context_for, example_for, filled, replaying, token_ids
+
+pytestmark = pytest.mark.usefixtures("left_as_it_was")
 
 N_LAYERS, LENGTH = 3, 40
 WHOLE, HALF = [LENGTH] * N_LAYERS, [LENGTH // 2] * N_LAYERS
@@ -92,15 +84,6 @@ def after_ours(module, hook):
 
 places = pytest.mark.parametrize("place", [before_ours, inside, between_ours, after_ours])
 layers = pytest.mark.parametrize("index", [0, N_LAYERS - 1])
-
-
-@pytest.fixture
-def model(model):
-    """It is left as it was found."""
-    before = snapshot(model)
-    yield model
-    assert snapshot(model) == before
-    assert current.forward is None
 
 
 def half(package):

@@ -97,17 +97,18 @@ def drawn_call(length, seed=0, batch=BATCH, dtype=torch.float64, scale=1.0, **fi
     return called(**{**known, **fields})
 
 
-def of_family(recorded):
+def of_family(recorded, **fields):
     """The call of what `record` has recorded."""
-    return called(
-        site=recorded.site,
-        hidden_states=recorded.hidden_states,
-        keys=recorded.keys,
-        values=recorded.values,
-        position_embeddings=recorded.position_embeddings,
-        query=recorded.query,
-        query_is_rotated=True,
-    )
+    known = {
+        "site": recorded.site,
+        "hidden_states": recorded.hidden_states,
+        "keys": recorded.keys,
+        "values": recorded.values,
+        "position_embeddings": recorded.position_embeddings,
+        "query": recorded.query,
+        "query_is_rotated": True,
+    }
+    return called(**{**known, **fields})
 
 
 def rotated(x, position):

@@ -10,28 +10,22 @@ from hypothesis import strategies as st
 import patch_impl
 from experiments.testbed.families import FAMILIES
 from press_core import UnsupportedInputError
-from tests.press_core.drawn import called
+from tests.press_core.drawn import of_family
 from tests.press_core.recorded import record
 
 LENGTH = 7
 
 
+def _as_patched(recorded, **fields):
+    positions = torch.arange(recorded.keys.shape[2])[None]
+    known = {"attentions": recorded.weights, "position_ids": positions}
+    return of_family(recorded, **{**known, **fields})
+
+
 def _call(recorded, **fields):
-    known = {
-        "site": recorded.site,
-        "hidden_states": recorded.hidden_states,
-        "keys": recorded.keys,
-        "values": recorded.values,
-        "attentions": recorded.weights,
-        "position_embeddings": recorded.position_embeddings,
-        "position_ids": torch.arange(recorded.keys.shape[2])[None],
-        "query": recorded.collected[0],
-    }
-    return called(**{**known, **fields})
-
-
-def _as_patched(recorded):
-    return _call(recorded, query=recorded.query, query_is_rotated=True)
+    """As hooks make it."""
+    known = {"query": recorded.collected[0], "query_is_rotated": False}
+    return _as_patched(recorded, **{**known, **fields})
 
 
 @pytest.mark.parametrize(  # with as many tokens as heads, the shape does not tell the layout

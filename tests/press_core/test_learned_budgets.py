@@ -10,17 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import patch_impl
 from press_core import PressError, Tokens
 from press_core.learned.fast_kvzip import FastKVzip, KVzipGates
-from press_core.learned.lukv import (
-    LUKV,
-    best_rates,
-    concave,
-    exact_counts,
-    future_worth,
-    head_counts,
-)
-from press_core.presses.keys import Knorm
+from press_core.learned.lukv import best_rates, concave, exact_counts, future_worth, head_counts
 from press_core.tiles import NUMBERS
 from tests.press_core.drawn import (
     BATCH,
@@ -293,7 +286,8 @@ def test_worth_is_later_attention_times_the_norm_of_the_value():
 
 
 def test_protected_tokens_come_first():
-    ranked = LUKV(Knorm(0.5), sink=2, window=3).ranked(drawn_call(9))
+    press = patch_impl.LUKVPress(patch_impl.KnormPress(0.5), sink=2, window=3)
+    ranked = press.ranked(drawn_call(9))
     order = ranked.argsort(dim=-1, descending=True, stable=True)
     for head in order.flatten(0, 1):
         assert head[:5].tolist() == [0, 1, 6, 7, 8]

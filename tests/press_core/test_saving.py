@@ -93,9 +93,8 @@ def test_what_a_file_says(tmp_path):
     assert set(about.made_with) == {"hook-or-patch", "transformers", "torch"}
 
 
-def test_padding_does_not_count_as_evicted(tmp_path):
+def test_padding_does_not_count_as_evicted(path):
     """20 of 40 and 16 of 33 tokens are left, and then there came one more."""
-    path = save_cache(cache_of(), tmp_path / "a.safetensors", model_of())
     assert about_cache(path).evicted == pytest.approx(1 - (21 + 17) / (41 + 34))
 
 
