@@ -1,7 +1,6 @@
 """What scopes put on attention modules is there while forwards need it, and only then."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_positions
 from tests.support import both, build, example_for, filled, left_padded, make, token_ids, tolerance
+from tests.test_changing_scopes_while_running import running
 
 CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
 OFF, ON = [False] * 3, [True] * 3
@@ -151,29 +151,14 @@ def test_an_outer_scope_that_has_nothing_to_do_leaves_the_inner_one_on(package, 
 
 @both
 def test_they_stay_for_a_forward_of_another_thread(package, model):
-    inside, go = threading.Event(), threading.Event()
-    caches: list[DynamicCache] = []
-
-    def hold(*_):
-        if threading.get_ident() != main:
-            inside.set()
-            go.wait(20)
-
-    main = threading.get_ident()
     with package.KnormPress(compression_ratio=0.5)(model):
         cache = prefilled(model)
-        handle = model.model.layers[0].register_forward_pre_hook(hold)
-        thread = threading.Thread(target=lambda: caches.append(prefilled(model)))
-        thread.start()
-        assert inside.wait(20)
-        step(model, cache)
-        assert covered(model) == ON
-        go.set()
-        thread.join(20)
-        handle.remove()
+        with running(model, index=0) as other:
+            step(model, cache)
+            assert covered(model) == ON
         step(model, cache)
         assert covered(model) == OFF
-    assert lengths(caches[0]) == [20] * 3
+    assert lengths(other) == [20] * 3
 
 
 @both

@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import patch_impl
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.fast_kvzip import Gate, fit_gates
 from press_core.learned.kvzap import KVzap, fit_regressor
-from press_core.learned.measured import (
-    ExpectedAttentionStats,
-    ExpectedAttentionWithStats,
-    filter_directions,
-)
+from press_core.learned.measured import ExpectedAttentionStats, filter_directions
 from press_core.learned.running import Examples, rows_alone
-from press_core.presses.queries import ExpectedAttention
 from tests.press_core.drawn import BATCH, DIM, KV_HEADS, LAYERS, WIDTH, Prepared, drawn
 from tests.press_core.test_learned_budgets import GATES, LENGTH, N_BASE, RANK, a_call
 
@@ -24,12 +20,11 @@ from tests.press_core.test_learned_budgets import GATES, LENGTH, N_BASE, RANK, a
 @pytest.mark.parametrize("n_sink", [0, 4])
 def test_statistics_of_the_context_itself_give_expected_attention(n_sink):
     call = a_call(batch=1)
-    press = ExpectedAttention(n_future_positions=9, n_sink=n_sink)
+    press = patch_impl.ExpectedAttentionPress(n_future_positions=9, n_sink=n_sink)
     measured = [x.expand(LAYERS, *x.shape[1:]) for x in press.statistics(call)]
     known = Prepared(ExpectedAttentionStats(*measured))
-    found = ExpectedAttentionWithStats(n_future_positions=9, n_sink=n_sink).score(
-        call.replace(scope=known)
-    )
+    learned = patch_impl.ExpectedAttentionStatsPress(n_future_positions=9, n_sink=n_sink)
+    found = learned.score(call.replace(scope=known))
     torch.testing.assert_close(found, press.score(call))
 
 
