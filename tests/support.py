@@ -36,6 +36,9 @@ replaying = pytest.mark.parametrize("name", REPLAYING)
 PLAIN = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
 """Of a process that compiles nothing: where hqq is installed, transformers loads the compiler."""
 
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
+"""How many cases are drawn: of "short" fewer, of "long" many more."""
+
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 

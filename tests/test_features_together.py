@@ -77,10 +77,8 @@ def test_a_press_that_decodes_takes_no_part_in_a_replay(package, name):
     model, ids, found = build("llama"), token_ids(1, 100), []
     beside = package.StreamingLLMDecodingPress(60)
     for opens in (nullcontext(), beside(model)):
-        cache = DynamicCache(config=model.config)
-        with opens, example_for(package, name, 0.5, model)(model):
-            model(ids, past_key_values=cache)
-        found.append(held(cache))
+        with opens:
+            found.append(held(filled(model, example_for(package, name, 0.5, model), ids)))
     assert found[1] == found[0]
     assert beside.compression_count == 0
 

@@ -112,11 +112,9 @@ def press_of(package, name, model):
 @every_press
 def test_offloaded_caches_are_refused(package, name):
     model = make()
-    with (
-        press_of(package, name, model)(model),
-        pytest.raises(UnsupportedCacheError, match="without offloading"),
-    ):
-        model(token_ids(1, LENGTH), past_key_values=Offloaded())
+    press = press_of(package, name, model)
+    with pytest.raises(UnsupportedCacheError, match="without offloading"):
+        filled(model, press, token_ids(1, LENGTH), Offloaded())
 
 
 @both

@@ -4,8 +4,6 @@ The default run compares hundreds of drawn cases; `HYPOTHESIS_PROFILE=short` run
 `HYPOTHESIS_PROFILE=long` hundreds of times as many, with new seeds each time.
 """
 
-import os
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
@@ -17,9 +15,8 @@ from experiments.testbed.compare import Inputs, run
 from experiments.testbed.families import FAMILIES, HYBRID, NO_ROPE, supported_implementations
 from experiments.testbed.recipes import fitted_pair, recipe_pair
 from press_core import Needs
-from tests.support import REPLAYING
+from tests.support import PROFILE, REPLAYING
 
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_CASES = {"short": 4, "long": 3000}.get(PROFILE, 7)
 PRESSES = sorted(hooks_impl.PRESSES)
 

@@ -33,17 +33,17 @@ Given = dict[int, list[Tensor]]
 """By layer, the values that came, in the order in which they did."""
 
 
-def watch(cache):
-    """What `cache` is given from now on."""
+def watched(cache):
+    """A cache, and what it is given from now on."""
     given: Given = {}
     update = cache.update
 
-    def watched(keys, values, layer_idx, *args, **kwargs):
+    def watch(keys, values, layer_idx, *args, **kwargs):
         given.setdefault(layer_idx, []).append(values.clone())
         return update(keys, values, layer_idx, *args, **kwargs)
 
-    cache.update = watched
-    return given
+    cache.update = watch
+    return cache, given
 
 
 def assert_right(cache, given, exact=True):
@@ -93,8 +93,7 @@ def test_every_kind_of_layer(package, name, padding):
     press = PIPELINE_PRESSES[name](package)
     if name == "kvzip":  # which asks for a tokenizer, or for prompts in token ids
         press = example_for(package, "KVzipPress", 0.5, model)
-    cache = DynamicCache(config=model.config)
-    given = watch(cache)
+    cache, given = watched(DynamicCache(config=model.config))
     with press(model):
         fill(model, cache, mask if len(padding) > 1 else None, ids)
     assert_right(cache, given)
@@ -104,8 +103,7 @@ def test_every_kind_of_layer(package, name, padding):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_untouched(family):
     model = build(family, attn_implementation="eager")
-    cache = DynamicCache(config=model.config)
-    given = watch(cache)
+    cache, given = watched(DynamicCache(config=model.config))
     fill(model, cache)
     assert_right(cache, given)
     for index, positions in enumerate(kept_positions(cache)):
@@ -133,8 +131,7 @@ def test_other_caches(package, kind, name):
     model = build("llama")
     if kind == "beside layers that slide":
         model = build("gemma2", attn_implementation="eager")
-    cache = CACHES[kind](model.config)
-    given = watch(cache)
+    cache, given = watched(CACHES[kind](model.config))
     with (PIPELINE_PRESSES[name](package) or package.KnormPress(0.0))(model):
         fill(model, cache)
     assert_right(cache, given, exact=kind != "quantized")
@@ -144,8 +141,7 @@ def test_other_caches(package, kind, name):
 def test_what_caches_do_meanwhile(package, name, tmp_path):
     """Chunks, tokens taken back, rows selected, a file."""
     model = build("llama")
-    cache = DynamicCache(config=model.config)
-    given = watch(cache)
+    cache, given = watched(DynamicCache(config=model.config))
     with PIPELINE_PRESSES[name](package)(model):
         prefill(model, CONTEXT, cache, chunk_size=20)
     with headwise(model):

@@ -229,9 +229,8 @@ def test_what_cannot_be_stored_is_refused(package, name, why, model):
     press, cache, before = example_for(package, name, 0.5, model), quantized(model), snapshot(model)
     if name == "ThinKPress":
         press.free_memory = True
-    refused = pytest.raises(UnsupportedCacheError, match=f"{why}.*DynamicCache")
-    with refused, press(model):
-        model(token_ids(1, LENGTH), past_key_values=cache)
+    with pytest.raises(UnsupportedCacheError, match=f"{why}.*DynamicCache"):
+        filled(model, press, token_ids(1, LENGTH), cache)
     assert snapshot(model) == before
     assert cache.get_seq_length() == 0
 

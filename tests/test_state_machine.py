@@ -7,7 +7,6 @@ which some are taken back, second questions.
 """
 
 import copy
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from press_core import Press, PressError, ScopeError, kept_lengths
+from tests.support import PROFILE
 from tests.twins import (
     CONTEXT,
     FAMILIES,
@@ -44,7 +44,6 @@ from tests.twins import (
     twin,
 )
 
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_PROGRAMS = {"short": 20, "long": 20_000}.get(PROFILE, 48)
 N_SHARDS, MAX_STEPS = 4, 30
 

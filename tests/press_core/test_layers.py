@@ -3,7 +3,6 @@
 import copy
 import inspect
 import itertools
-import os
 import pickle
 
 import pytest
@@ -21,9 +20,8 @@ from press_core.cache import layout
 from press_core.cache.layout import Blocks
 from press_core.cache.ragged import RESERVED
 from press_core.eviction import Eviction
-from tests.support import build, filled, held, left_padded, reading
+from tests.support import PROFILE, build, filled, held, left_padded, reading
 
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 N_PROGRAMS = {"short": 10, "long": 1000}.get(PROFILE, 40)
 DIM = 4
 # transformers 5.2 crops to a length, later releases crop a number of tokens away.

@@ -1,7 +1,6 @@
 """Files that somebody has tampered with, of caches and of what was learned: read, or refused."""
 
 import json
-import os
 import pickle
 import re
 from functools import lru_cache
@@ -31,7 +30,7 @@ from press_core.learned.calibration import Calibration, CalibrationError, check_
 from press_core.learned.restorekv import RestoreAdapter
 from tests.press_core.drawn import FITS, JSON, PUBLISHED, WIDTH, site
 from tests.press_core.test_saving import Evil, cache_of, header_of, model_of
-from tests.support import token_ids
+from tests.support import PROFILE, token_ids
 
 CACHES = {
     "SnapKVPress": "llama", "AdaKVPress": "llama", "DMSPress": "llama", "ThinKPress": "llama",
@@ -49,7 +48,7 @@ DTYPES = (
 )
 VALUES = (-(2**31), -1, 0, 0.5, 1, 7, 2**31 - 1, float("nan"), float("inf"), 1e38)
 
-N_EXAMPLES = {"long": 20_000}.get(os.environ.get("HYPOTHESIS_PROFILE", ""), 200)
+N_EXAMPLES = {"long": 20_000}.get(PROFILE, 200)
 FUZZED = settings(max_examples=N_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 SOME = settings(FUZZED, max_examples=N_EXAMPLES // 4)
 RANK = 3
