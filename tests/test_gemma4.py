@@ -11,7 +11,7 @@ from tests.support import assert_refused, both, token_ids
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4ForCausalLM"), reason="this transformers has no Gemma-4"
 )
-LENGTH = 30
+LENGTH, ASKED = 30, {"max_new_tokens": 4, "do_sample": False}
 
 VARIANTS = {
     "shared": {"num_kv_shared_layers": 6},
@@ -36,9 +36,7 @@ def decoded(model, press):
     """What the full layers hold after four tokens, and the tokens."""
     cache = DynamicCache(config=model.config)
     with press(model):
-        tokens = model.generate(
-            token_ids(1, LENGTH), past_key_values=cache, max_new_tokens=4, do_sample=False
-        )
+        tokens = model.generate(token_ids(1, LENGTH), past_key_values=cache, **ASKED)
     full = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
     lengths = kept_lengths(cache)
     return [int(lengths[i].max()) for i in full if i < len(lengths) and lengths[i].numel()], tokens
@@ -53,7 +51,7 @@ def test_generate(package, variant, attention):
     assert len(held) == (2 if variant == "keys are values" else 1)
     whole, expected = decoded(model, package.SnapKVPress(0.0, window_size=4))
     assert set(whole) == {LENGTH + 3}
-    bare = model.generate(token_ids(1, LENGTH), max_new_tokens=4, do_sample=False)
+    bare = model.generate(token_ids(1, LENGTH), **ASKED)
     assert torch.equal(expected, bare)
     assert tokens.shape == bare.shape
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
 
 from hooks_impl import KeyDiffPress, KeyRerotationPress, ScorerPress
 from press_core import UnsupportedInputError
@@ -33,7 +32,7 @@ def test_modules_have_the_rotary_embedding_of_their_layer(family):
     before = snapshot(model)
     with press(model):
         inside = snapshot(model)
-        model(token_ids(2, 30), past_key_values=DynamicCache(config=model.config))
+        filled(model, None, token_ids(2, 30))
         assert not [n for n, m in model.named_modules() if n.endswith("attn.rotary_emb")]
     assert press.seen
     for module, cos, sin, (own_cos, own_sin) in press.seen:

@@ -75,9 +75,8 @@ def test_an_override_may_answer_itself_or_fail(registry):
 def test_two_overrides_compose_the_later_around_the_former(registry):
     former = with_override({"mask": 7}, _tagging("former"))
     before = dict(former)
-    assert _asked(registry, **with_override(former, _tagging("later"))) == (
-        "later[former[module(1, 2)]]"
-    )
+    both = with_override(former, _tagging("later"))
+    assert _asked(registry, **both) == "later[former[module(1, 2)]]"
     assert former == before
 
 

@@ -54,9 +54,8 @@ def pruned(evict, n, padding=(0,), n_heads=2, dtype=torch.float32, room=None):
     ids, mask, positions = left_padded(len(padding), n, [*padding])
     given = {"attention_mask": mask, "position_ids": positions}
     cache = None if room is None else StaticCache(config=model.config, max_cache_len=n + room)
-    (layer,), (whole,) = (
-        filled(model, *how, **given).layers for how in ((Own(), ids, cache), (None, ids))
-    )
+    (layer,) = filled(model, Own(), ids, cache, **given).layers
+    (whole,) = filled(model, None, ids, **given).layers
     return layer, whole.keys, whole.values
 
 
