@@ -55,7 +55,7 @@ def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
     if layer.is_first:
-        forward.at_end.append(partial(need_masks_beside, layer, cache))
+        forward.at_end.append(partial(need_masks_beside, cache))
     seen, kept = tokens_seen(layer, None), float(layer.lengths().double().mean())
     kept = site.ranks.mean(kept, decisions.call.keys.device)
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), kept)

@@ -277,6 +277,3 @@ def test_uneven_rows_need_a_scope(package):
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
     with package.KnormPress(0.5)(model):  # any scope gives the mask that such a cache needs
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
-
-
-

@@ -64,8 +64,9 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
 
 
-def need_masks_beside(first: PrunedLayer, cache: Any) -> None:
-    """After the `first` layer was pruned: layers that were not may need their own mask now."""
+def need_masks_beside(cache: Any) -> None:
+    """After the first layer was pruned: layers that were not may need their own mask now."""
+    first = mask_layer(cache)
     for other in cache.layers:
         if isinstance(other, PrunedLayer) and other.is_pruned and not share_a_mask(other, first):
             has_own = other.needs & (ReadingNeeds.MASK | ReadingNeeds.MASK_OF_MANY)
