@@ -313,7 +313,7 @@ class Press:
         """
         name = type(self).__name__
         for need in self.site_needs():
-            if why := site.refusals.get(need):
+            if why := site.refusal(need):
                 raise UnsupportedModelError(f"{name} needs {NEEDS[need]}, and {why}")
         moves_earlier = self.phases & Phase.BEFORE_DECODING and self.needs & Needs.ROPE
         if moves_earlier and site.rotary_in_3d is not None:
@@ -326,7 +326,7 @@ class Press:
             part.check_site(site)
 
     def site_needs(self) -> list[str]:
-        """What the press requires of an attention module: see `AttentionSite.refusals`."""
+        """What the press requires of an attention module: see `AttentionSite.refusal`."""
         reads_states = not self.needs & Needs.POSITIONS_ALONE
         needs = {
             "tokens": self.evicts is not Evicts.NOTHING,

@@ -109,8 +109,7 @@ class AttentionSite:
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         ranks: the tensor-parallel ranks that share the heads.
         query_source: the submodule output that holds the query, for hooks; None: there is none.
-        refusals: by need of a press (see `Press.site_needs`), why the module does not meet it, as
-            the probe found.
+        refusals: by need, why the module does not meet it, as the probe found; see `refusal`.
     """
 
     name: str
@@ -140,6 +139,17 @@ class AttentionSite:
         The position ids that attention modules get are then missing, or different ones.
         """
         return self.rotary if self.rotary is not None and self.rotary.in_3d else None
+
+    def refusal(self, need: str) -> str | None:
+        """Why the module does not meet a need of a press (see `Press.site_needs`), or None."""
+        if need in ("attention", "queries by patches") and not self.signature.hands_on:
+            return (
+                f"{type(self.module).__name__} ({self.name}) does not call a function of the "
+                "attention registry with its keyword arguments, so that it cannot attend head by "
+                'head, nor a patch see its queries; load the model with attn_implementation="sdpa",'
+                " or use a press from hooks_impl that keeps the same number of tokens in each head"
+            )
+        return self.refusals.get(need)
 
     def grouped(self, of_heads: Tensor) -> Tensor:
         """`(B, H, ...)` with query heads reordered so that head `h` belongs to KV head `h // G`."""

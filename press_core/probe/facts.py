@@ -127,14 +127,6 @@ def _owner(seen: Seen, cache: Any) -> int | None:
 
 def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -> Facts:
     """`facts` with unmet needs, head order, rotation and query source."""
-    if not facts.site.signature.hands_on:
-        why = (
-            f"{name} does not call a function of the attention registry with its keyword "
-            "arguments, so that it cannot attend head by head, nor a patch see its queries; load "
-            'the model with attn_implementation="sdpa", or use a press from hooks_impl that keeps '
-            "the same number of tokens in each head"
-        )
-        facts = facts.refused(why, "attention", "queries by patches")
     call, keys = seen.attended[0], layer.keys
     order = order_of_heads(call, keys, layer.values)
     facts = replace(facts, site=replace(facts.site, head_order=order))
