@@ -45,6 +45,9 @@ def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
             if any(other.place.owner == index for other in scope.bystanders):
                 known(passed.cache, index).stop_sharing()  # what reads this layer has yet to run
             store_decisions(scope, passed.cache, decisions, passed.forward)
+            if getattr(passed.cache.layers[index], "is_first", False):
+                settle = partial(need_masks_beside, passed.cache, passed.site)
+                passed.forward.at_end.append(settle)
 
 
 def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:
@@ -54,8 +57,6 @@ def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
-    if layer.is_first:
-        forward.at_end.append(partial(need_masks_beside, cache))
     seen, kept = tokens_seen(layer, None), float(layer.lengths().double().mean())
     kept = site.ranks.mean(kept, decisions.call.keys.device)
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), kept)
@@ -176,7 +177,8 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
-    if not press.acts_on(layer.n_slots):
+    says = type(press).keeps is not Press.keeps  # else its formula decides
+    if says and not press.acts_on(layer.n_slots):
         return
     keys, values = layer.states()
     given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))

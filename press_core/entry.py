@@ -36,7 +36,7 @@ from press_core.cache.reading import (
     with_counted_columns,
     with_newest_columns,
 )
-from press_core.cache.slots import note_masked
+from press_core.cache.slots import need_masks_beside, note_masked
 from press_core.engine import prune_before
 from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, cache_after, current
@@ -238,6 +238,7 @@ def _prune_before(scope: ScopeState, forward: Forward) -> None:
     n_filled = first.n_old + first.n_recent
     for site in scope.sites:
         prune_before(scope, forward, site)
+    need_masks_beside(forward.cache, scope.sites[0])
     forward.forget(HIDDEN_CONTEXT)
     if is_of_slots and known(forward.cache, scope.first) is not first:
         forward.given = with_newest_columns(forward, n_filled)

@@ -13,7 +13,7 @@ from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.model.rotary import NoRotation
 from press_core.select import gather_each, is_dense, is_readable
-from press_core.traits import Evicts
+from press_core.traits import Evicts, Needs
 
 REPORT_POSITIONS = (
     "let its compress return Eviction.keep(call, positions), or write it as a ScorerPress"
@@ -116,7 +116,8 @@ class Eviction:
         """Evict tokens of earlier forwards.
 
         Args:
-            mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
+            mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`; all
+                `m + w` tokens with a value in `call.carried`, and those of this call.
             carried: by name `(B, H_kv, w)`, values of the last `w` tokens.
 
         Raises:
@@ -271,14 +272,14 @@ def _check_states(call: AttentionCall, given: tuple[Any, ...]) -> None:
 
 
 def memory_of(presses: Iterable[Any], call: AttentionCall) -> dict[str, Tensor]:
-    """What the `remember` of all `presses` returned for `call`, by name.
+    """What the `remember` of those `presses` that remember returned for `call`, by name.
 
     Raises:
         PressError: with what one returned, if that is not `(B, H_kv, S)` by name, or if two return
             different values under one name.
     """
     found: dict[str, Tensor] = {}
-    for press in presses:
+    for press in (press for press in presses if press.all_needs & Needs.MEMORY):
         given, name = press.remember(call), type(press).__name__
         _check_named(f"{name}.remember returned", call, given, call.length)
         for key, values in given.items():

@@ -273,7 +273,8 @@ class Press:
         Returns:
             By name, `(B, H_kv, S)`, with the same names each time.
         """
-        return memory_of((part for part in self.parts if part.all_needs & Needs.MEMORY), call)
+        phase = Phase.DECODING if call.when.decoding else Phase.PREFILL
+        return memory_of((part for part in self.parts if part.phases & phase), call)
 
     # ---- around the decoder ----------------------------------------------------------------------
 
@@ -358,9 +359,8 @@ class Press:
         """Share of the tokens that was actually evicted in the scope opened last.
 
         Relative to the tokens that a layer had seen when it was last pruned, over all layers, heads
-        and rows. Every press has it. `compression_ratio` is a field that holds the requested ratio
-        in most presses; in a press without that field, and in a composition that has run, it is the
-        same as this.
+        and rows. Every press has it. `compression_ratio` is the requested share in most presses;
+        in one without that field, and in a composition that has run, it is the same as this.
         """
         return 0.0 if self.last_run is None else self.last_run.compression_ratio
 

@@ -1,7 +1,7 @@
 """Base classes of presses that score tokens and keep the best, that wrap presses, or only watch."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from math import isnan
 from numbers import Integral
@@ -13,7 +13,7 @@ from torch import Tensor
 from press_core.budget import Amount, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import PressError
-from press_core.eviction import Eviction, described
+from press_core.eviction import Eviction, described, memory_of
 from press_core.fields import limited
 from press_core.press import MeasuredPress, Press, RatioPress
 from press_core.select import is_dense, top_positions
@@ -123,6 +123,10 @@ class Composition(MeasuredPress):
         reads = any(part.all_needs & READS for part in self.parts)
         own: int = vars(self).get("hidden_states_buffer_size", 0) if reads else 0
         return max(own, super().buffered_tokens)
+
+    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
+        """Of all parts, whenever they act by themselves: it asks them in its own phases."""
+        return memory_of(self.parts, call)
 
 
 @dataclass

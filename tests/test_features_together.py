@@ -1,6 +1,7 @@
 """Two features at once: what each does alone, they do together, or it is refused."""
 
 from contextlib import ExitStack, nullcontext, suppress
+from copy import deepcopy
 
 import pytest
 import torch
@@ -8,14 +9,24 @@ import transformers
 from transformers import DynamicCache
 
 import hooks_impl
+import patch_impl
 from attention_patch import headwise
 from experiments.loading import load_model
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import DELIMITER
-from press_core import UnsupportedInputError, UnsupportedModelError, kept_lengths, kept_positions
+from press_core import (
+    Eviction,
+    Needs,
+    Phase,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    kept_lengths,
+    kept_positions,
+)
+from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
-from tests.support import GREEDY, build, example_for, filled, held, left_padded, token_ids
+from tests.support import GREEDY, build, example_for, filled, held, left_padded, ran, token_ids
 
 # ---- masks ---------------------------------------------------------------------------------------
 
@@ -207,3 +218,70 @@ def test_draft_tokens_behind_turned_keys_are_right_or_refused(package, n):
             more |= GREEDY | {"max_new_tokens": 8, "past_key_values": cache}
             found.append(model.generate(given, attention_mask=torch.ones_like(given), **more))
     assert all(torch.equal(x[:, -8:], found[0][:, -8:]) for x in found)
+
+
+# ---- presses of one's own ------------------------------------------------------------------------
+
+
+def test_rows_that_are_rerotated_beside_rows_that_are_not():
+    class LongOnly(patch_impl.BasePress):
+        needs, row_by_row = Needs.ROPE | Needs.NEW_POSITIONS, True
+
+        def compress(self, call):
+            kept = torch.arange(0, call.length, 2).expand(*call.keys.shape[:2], -1)
+            eviction = Eviction.keep(call, kept)
+            return eviction.rerotated() if call.length > 10 else eviction
+
+    model, (ids, mask, positions) = build("llama"), left_padded(2, 17, (0, 8))
+
+    def decoded(rows, start):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad(), LongOnly()(model):
+            for part in (slice(start, 16), slice(16, 17)):
+                given = {"attention_mask": mask[rows, start : part.stop]}
+                given["position_ids"] = positions[rows, part]
+                output = model(ids[rows, part], **with_cache(model, cache), **given)
+        return output.logits
+
+    together = decoded([0, 1], 0)
+    for row, start in ((0, 0), (1, 8)):
+        torch.testing.assert_close(together[[row]], decoded([row], start))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("phase", [Phase.DECODING, Phase.BEFORE_DECODING])
+def test_layers_that_a_later_pruning_makes_unequal(attention, phase):
+    class FirstLayer(patch_impl.BasePress):
+        phases, due = Phase.PREFILL | phase, True
+
+        def is_due(self, n_steps, n_new):
+            return self.due
+
+        def compress(self, call):
+            waits = call.when.decoding and (call.site.layer_idx or not self.due)
+            if waits or call.length < 9:
+                return Eviction.nothing(call)
+            return Eviction.keep(call, torch.arange(8).expand(*call.keys.shape[:2], -1))
+
+    model, press = build("llama", attn_implementation=attention), FirstLayer()
+    with torch.no_grad(), press(model):
+        cache, _ = ran(model, None, [token_ids(1, n) for n in (20, 1, 1)])
+        press.due = False
+        n_first = 8 + (phase is Phase.BEFORE_DECODING)  # and the step's own token
+        assert [n.tolist() for n in kept_lengths(cache)] == [[[n_first] * 2], [[10, 10]]]
+        (_, (together,)), (_, alone) = (
+            ran(model, None, parts, deepcopy(cache))
+            for parts in ([token_ids(1, 3)], token_ids(1, 3).split(1, dim=1))
+        )
+    torch.testing.assert_close(together, torch.cat(alone, dim=1))
+
+
+def test_a_press_acts_before_a_forward():
+    class Window(hooks_impl.BasePress):
+        phases = Phase.BEFORE_DECODING
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, -8:], values[:, :, -8:]
+
+    cache, _ = ran(build("llama"), Window(), [token_ids(1, 40), *token_ids(2, 1).split(1)])
+    assert kept_lengths(cache)[0].tolist() == [[9, 9]]

@@ -62,6 +62,16 @@ def test_a_step_in_which_nothing_acts_finds_untouched_layers(package, name, mode
 
 
 @both
+def test_steps_that_a_press_prunes_before_find_untouched_layers(package, model):
+    with package.StreamingLLMDecodingPress(max_capacity=16)(model):
+        cache = prefilled(model)
+        for _ in range(2):
+            step(model, cache)
+            assert covered(model) == OFF
+    assert lengths(cache) == [17] * 3
+
+
+@both
 def test_layers_that_need_help_keep_it(package, model):
     press = package.AdaKVPress(package.SnapKVPress(compression_ratio=0.5, window_size=4))
     with press(model):

@@ -1,6 +1,5 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
-from copy import deepcopy
 from functools import partialmethod
 from itertools import product
 
@@ -16,13 +15,11 @@ from press_core import (
     Evicts,
     HyperparameterError,
     Needs,
-    Phase,
     PressError,
     ScopeError,
     UnsupportedInputError,
     kept_lengths,
 )
-from press_core.forward import with_cache
 from press_core.select import top_positions
 from tests.support import (
     GREEDY,
@@ -130,17 +127,6 @@ def test_scores_that_are_methods_of_other_kinds(kind):
     method = kind(score if kind is staticmethod else lambda _, *given: score(*given))
     press = type("Own", (hooks_impl.ScorerPress,), {"score": method})
     assert lengths(press(0.5)) == [[20, 20]] * 2
-
-
-def test_a_press_acts_before_a_forward():
-    class Window(hooks_impl.BasePress):
-        phases = Phase.BEFORE_DECODING
-
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[:, :, -8:], values[:, :, -8:]
-
-    cache, _ = ran(build("llama"), Window(), [token_ids(1, 40), *token_ids(2, 1).split(1)])
-    assert kept_lengths(cache)[0].tolist() == [[9, 9]]
 
 
 @both
@@ -371,36 +357,16 @@ def test_a_layer_made_in_other_modes_is_read_with_gradients(package, name):
 # ---- rows, amounts, memory -----------------------------------------------------------------------
 
 
-def test_rows_that_are_rerotated_beside_rows_that_are_not():
-    class LongOnly(patch_impl.BasePress):
-        needs, row_by_row = Needs.ROPE | Needs.NEW_POSITIONS, True
-
-        def compress(self, call):
-            kept = torch.arange(0, call.length, 2).expand(*call.keys.shape[:2], -1)
-            eviction = Eviction.keep(call, kept)
-            return eviction.rerotated() if call.length > 10 else eviction
-
-    model, (ids, mask, positions) = build("llama"), left_padded(2, 17, (0, 8))
-
-    def decoded(rows, start):
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad(), LongOnly()(model):
-            for part in (slice(start, 16), slice(16, 17)):
-                given = {"attention_mask": mask[rows, start : part.stop]}
-                given["position_ids"] = positions[rows, part]
-                output = model(ids[rows, part], **with_cache(model, cache), **given)
-        return output.logits
-
-    together = decoded([0, 1], 0)
-    for row, start in ((0, 0), (1, 8)):
-        torch.testing.assert_close(together[[row]], decoded([row], start))
-
-
 def test_a_ratio_that_a_class_computes_cannot_be_set(package):
     half = property(lambda self: 0.5, lambda self, given: None)
     press = type("Own", (package.KnormPress,), {"compression_ratio": half})()
     assert lengths(press) == [[20, 20]] * 2
-    for change in (lambda: press.with_ratio(0.25), lambda: press.with_budget(4)):
+    composed = package.ComposedPress([press, package.KnormPress(0.5)])
+    for change in (
+        lambda: press.with_ratio(0.25),
+        lambda: press.with_budget(4),
+        lambda: composed.with_ratio(0.6),
+    ):
         with pytest.raises(HyperparameterError, match=r"compression_ratio=0\.5"):
             change()
 
@@ -427,6 +393,8 @@ def test_what_presses_remember(package):
     model, press = build("llama"), package.DecodingPress(first, 2, target_size=8)
     cache, _ = ran(model, press, [token_ids(1, n) for n in (20, 1, 1)])
     assert kept_lengths(cache)[0].tolist() == [[8, 8]]
+    with pytest.raises(HyperparameterError, match="independently"):
+        package.DMSPress(first, 0.0, decoding=True)
 
 
 def test_evictions_that_do_not_fit_what_came_before():
@@ -464,27 +432,3 @@ def test_a_press_that_says_nothing_of_a_ratio_may_evict_anything():
     cache = filled(model, None, ids)
     with pytest.warns(RuntimeWarning, match="evicted nothing"), Half()(model):
         model(ids[:, :1], past_key_values=cache)
-
-
-def test_layers_that_a_step_makes_unequal():
-    class FirstLayer(patch_impl.BasePress):
-        phases, due = Phase.PREFILL | Phase.DECODING, True
-
-        def is_due(self, n_steps, n_new):
-            return self.due
-
-        def compress(self, call):
-            if call.when.decoding and call.site.layer_idx:
-                return Eviction.nothing(call)
-            return Eviction.keep(call, torch.arange(8).expand(*call.keys.shape[:2], -1))
-
-    model, press = build("llama"), FirstLayer()
-    with torch.no_grad(), press(model):
-        cache, _ = ran(model, None, [token_ids(1, 20), token_ids(1, 1)])
-        press.due = False
-        assert [n.tolist() for n in kept_lengths(cache)] == [[[8, 8]], [[9, 9]]]
-        (_, (together,)), (_, alone) = (
-            ran(model, None, parts, deepcopy(cache))
-            for parts in ([token_ids(1, 3)], token_ids(1, 3).split(1, dim=1))
-        )
-    torch.testing.assert_close(together, torch.cat(alone, dim=1))

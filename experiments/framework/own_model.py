@@ -57,9 +57,13 @@ class OwnModel:
         flags = {"--dtype": (self.dtype, "float32"), "--device": (self.device, "cpu")}
         return "".join(f" {name} {own}" for name, (own, usual) in flags.items() if own != usual)
 
-    def at_most(self, *lengths: int) -> tuple[int, ...]:
-        """The context lengths that the model was trained for; its longest if there is none."""
-        return tuple(n for n in lengths if n <= self.trained) or (self.trained,)
+    def at_most(self, *lengths: int, then: int = 32) -> tuple[int, ...]:
+        """The context lengths after which the model was trained for `then` more tokens.
+
+        Its longest if there is none.
+        """
+        longest = max(1, self.trained - then)
+        return tuple(n for n in lengths if n <= longest) or (longest,)
 
     def opened(self, names: Sequence[str]) -> tuple[str, ...]:
         """The presses among `names` that can be opened on the model.

@@ -119,8 +119,8 @@ class Coexistence(scenarios.Scenarios[Options]):
     SnapKV and AdaKV, with the same press installed by the other mechanism; after the scope, with
     the companion alone. Wrong means silently wrong: no error was raised. The other mechanisms are
     in their simplest form, and a permanent class patch is wrong after its scope even with nothing
-    beside it. The models are small
-    and random, and other versions of the libraries may behave differently.
+    beside it. torch.compile captures graphs, and runs them op by op (its `eager` back end). The
+    models are small and random, and other versions of the libraries may behave differently.
     """
 
     name = "coexistence"

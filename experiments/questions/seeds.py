@@ -13,7 +13,7 @@ from experiments import EXPERIMENTS, load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracketed
-from experiments.framework.options import one_of, several
+from experiments.framework.options import at_least, one_of, several
 from experiments.framework.tables import ResultTable
 
 _KEY = ["experiment", "finding"]
@@ -36,7 +36,9 @@ class Options:
     ] = ()
     shift: Annotated[
         tuple[int, ...],
-        several(int, "Number added to the seed of each experiment; 0 repeats the study's own."),
+        several(
+            int, "Number added to the seed of an experiment; 0 repeats the study's.", at_least(0)
+        ),
     ] = (0, 1, 2)
     samples: Annotated[
         int | None,

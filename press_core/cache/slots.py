@@ -44,10 +44,7 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
     if not share_a_mask(layer, first):
-        # Only these implementations of transformers take no mask for a single token.
-        unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
-        unmasked = unmasked and not site.signature.masks_one and layer.room is None
-        needs |= ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
+        needs |= own_mask(layer, site)
     if layer.is_rerotated:
         keeps_count = layer.kept.is_padded or site.place.keeps_count
         if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
@@ -64,13 +61,20 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
 
 
-def need_masks_beside(cache: Any) -> None:
-    """After the first layer was pruned: layers that were not may need their own mask now."""
+def own_mask(layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
+    """What to read a layer takes that the model's mask does not fit."""
+    # Only these implementations of transformers take no mask for a single token.
+    unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
+    unmasked = unmasked and not site.signature.masks_one and layer.room is None
+    return ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
+
+
+def need_masks_beside(cache: Any, site: AttentionSite) -> None:
+    """After the first layer, of `site`, was pruned: others may need masks of their own now."""
     first = mask_layer(cache)
     for other in cache.layers:
         if isinstance(other, PrunedLayer) and other.is_pruned and not share_a_mask(other, first):
-            has_own = other.needs & (ReadingNeeds.MASK | ReadingNeeds.MASK_OF_MANY)
-            other.needs |= ReadingNeeds.NOTHING if has_own else ReadingNeeds.MASK
+            other.needs |= own_mask(other, site)
 
 
 def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:

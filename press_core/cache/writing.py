@@ -105,7 +105,8 @@ def _following(eviction: Eviction) -> int:
     """Position of the next token of rows, in a batch in which the press rerotated some."""
     if eviction.next_position is not None or not eviction.call.length:
         return eviction.next_position or 0
-    return int(eviction.call.key_positions().amax()) + 1
+    rotary = eviction.rotary_positions
+    return int((eviction.call.key_positions() if rotary is None else rotary).amax()) + 1
 
 
 def _int32(positions: Tensor | None) -> Tensor | None:
@@ -120,11 +121,11 @@ def _positions(old: PrunedLayer, decisions: Decisions) -> Tensor | None:
 def _even(old: PrunedLayer, decisions: Decisions) -> PrunedLayer:
     """The layer for decisions that keep the same number of tokens in every head."""
     kept = _kept(old, decisions)
-    widths = sorted({eviction.keys.shape[-1] for eviction in decisions.evictions})
+    widths = {(e.channels is not None, e.keys.shape[-1]) for e in decisions.evictions}
     if len(widths) > 1:
         raise UnsupportedInputError(
-            f"a press keeps {widths} channels of the keys of different rows of a batch, which one "
-            "layer cannot store; keep as many in each row, or run the rows one by one"
+            f"a press keeps {sorted(n for _, n in widths)} channels of the keys of different rows "
+            "of a batch, which one layer cannot store; let it choose as many in every row"
         )
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):

@@ -4,7 +4,6 @@ ChunkKV (arXiv 2502.00299) is one of those that decide chunk by chunk or block b
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from math import log, prod
 from typing import Any
@@ -97,9 +96,12 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
     """
     kept = {}
     for index, press in enumerate(presses):
-        with suppress(HyperparameterError):
+        try:
             press.with_ratio(0.5)
             kept[index] = 1 - press.requested_ratio
+        except HyperparameterError:
+            if press.requested_ratio:  # which cannot be changed, and would not be counted
+                raise
     if not kept:
         presses[-1].with_ratio(0.5)  # raises, and its message says what to do
     total = log(prod(kept.values()))

@@ -223,8 +223,7 @@ class PrefillDecoding(Composition):
 
     def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
         press = self._acting(call)
-        remembers = press is not None and press.all_needs & Needs.MEMORY
-        return memory_of([press], call) if remembers else {}
+        return {} if press is None else memory_of([press], call)
 
     def _acting(self, call: AttentionCall) -> Press | None:
         return self.decoding_press if call.when.decoding else self.prefilling_press

@@ -193,7 +193,8 @@ class DMS(Around):
 
     def validate(self) -> None:
         super().validate()
-        fits = self.scorer.independent or not self.decoding
+        alone = self.scorer.independent and not self.scorer.all_needs & Needs.MEMORY
+        fits = alone or not self.decoding
         allowed = (
             "one that scores each token independently (KVzapPress, KnormPress, QFilterPress, or a "
             "ScorerPress of your own) with decoding=True, as tokens are scored when they are new"

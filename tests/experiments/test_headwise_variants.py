@@ -81,7 +81,7 @@ def test_where_heads_agree_it_is_a_shorter_cache(model, variant):
 
 
 def test_a_variant_that_is_wrong_is_found_out(model, monkeypatch):
-    """One that attends to what was variants.evicted."""
+    """One that attends to what was evicted."""
     wrong = variants.Variant("mask by hook", lambda *_: nullcontext(), frees=False)
     monkeypatch.setitem(VARIANTS, "mask by hook", wrong)
     table = trials(model, lengths=(40,))
@@ -106,7 +106,7 @@ def test_scopes_leave_nothing_and_touch_what_is_told(model, pruned, variant):
         hooked = variant.name == "mask by hook"
         assert patched == [not hooked] * 3
         assert [bool(of_site) for of_site in hooks] == [hooked] * 2
-        assert torch.equal(model(ids).logits, expected)  # a variants.prefill is as ever
+        assert torch.equal(model(ids).logits, expected)  # a prefill is as ever
     with pytest.raises(RuntimeError, match="inside"), variant.open(model, kept):
         raise RuntimeError("inside")
     assert snapshot(model) == before

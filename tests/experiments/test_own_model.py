@@ -237,7 +237,8 @@ def test_what_cannot_be_opened_is_left_out():
 def test_contexts_are_no_longer_than_the_model_was_made_for():
     own = an_own_model(trained=600)
     assert own.at_most(512, 1024) == (512,)
-    assert own.at_most(1024, 2048) == (600,)
+    assert own.at_most(1024, 2048) == (568,)  # other tokens follow
+    assert own.at_most(1024, 2048, then=0) == (600,)
     tasks = tasks_on(own)
     assert tasks["trace"].planned.options.length == 512
     assert tasks["throughput"].planned.options.context == (512,)

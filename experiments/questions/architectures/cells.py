@@ -4,7 +4,7 @@ import copy
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -181,7 +181,7 @@ class Bench:
         self.ids, self.steps = ids[:, :LENGTH], [ids[:, LENGTH:-1], ids[:, -1:]]
         self._with_positions = True
         once = lru_cache(None)
-        self._outcome, self._failure = once(self._find_outcome), once(self._find_failure)
+        self._failure = once(self._find_failure)
         self._scores = once(lambda formula, index: formula(self.run, self.run.layers[index]))
         self._model = once(self._find_model)
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -192,14 +192,14 @@ class Bench:
             what = "text and an image" if image else "text alone"
             raise NotApplicableError(f"does not run on {what}: {in_one_line(error)}") from error
 
+    def distinct(self, cells: Iterable[Cell]) -> Iterable[Cell]:
+        """`cells` without repetitions: the model's own cache may be like a `DynamicCache()`."""
+        layers = getattr(self.run.cache, "layers", [None])
+        alike = all(type(layer) is DynamicLayer for layer in layers)
+        return dict.fromkeys(cell._replace(cache="default") if alike else cell for cell in cells)
+
     def outcome(self, cell: Cell) -> tuple[str, str]:
         """One of `OUTCOMES` for `cell`, and the reason, empty if it is right."""
-        layers = getattr(self.run.cache, "layers", [None])
-        if all(type(layer) is DynamicLayer for layer in layers):  # the same as `DynamicCache()`
-            cell = cell._replace(cache="default")
-        return self._outcome(cell)
-
-    def _find_outcome(self, cell: Cell) -> tuple[str, str]:
         if reason := self._failure(cell.attention, cell.cache, cell.padded):
             return "not applicable", reason
         model = self._model(cell.attention)

@@ -93,7 +93,7 @@ def rows_of(decoder: Decoder, chosen: Iterable[Cell]) -> list[tuple[Any, ...]]:
     except Exception as error:
         reason = f"cannot be built small: {in_one_line(error)}"
         return [_row(decoder, None, "not applicable", reason)]
-    return [_row(decoder, cell, *bench.outcome(cell)) for cell in chosen]
+    return [_row(decoder, cell, *bench.outcome(cell)) for cell in bench.distinct(chosen)]
 
 
 def _row(decoder: Decoder, cell: Cell | None, outcome: str, reason: str) -> tuple[Any, ...]:

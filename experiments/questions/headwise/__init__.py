@@ -28,12 +28,12 @@ from experiments.framework.experiment import Claim, Contrast, Evidence, Experime
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed, written
 from experiments.framework.options import Device, Dtype
-from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
-from experiments.questions.headwise.budgets import ALL, compare
+from experiments.questions.headwise.budgets import ALL, ALONE, compare
 from experiments.questions.headwise.four_ways import (
     FULL,
     MISSING,
@@ -95,14 +95,17 @@ class Headwise(Experiment[Options]):
     Do presses answer more questions if heads share a budget than if every head keeps the same
     number of tokens, and does decoding such a cache need a patch?
 
-    Each head-wise press is paired with a uniform one that has the same scores (DuoAttention: with
-    StreamingLLM, which keeps in all heads what its streaming heads keep); both answer the same
-    questions about the same contexts, and are compared context by context. The mean over presses
-    weighs all alike, so it depends on which are compared: one of them can make most of it. Decode
-    steps are timed in turn on the full cache, on a uniformly pruned one, and on a head-wise pruned
-    one that is decoded in four ways, whose logits are checked against the full cache with one mask
-    per head. The answers are those of one small model: a larger model, whose heads differ more,
-    may gain more from head-wise budgets, and times on a GPU differ.
+    Each head-wise press is paired with a uniform one that has the same scores; both answer the same
+    questions about the same contexts, and are compared context by context. SnapKV's window is 16
+    tokens here. The mean over presses weighs all alike, so it depends on which are compared.
+    DuoAttention is not in it: its heads share no budget, each keeps all tokens or a window; it is
+    paired with StreamingLLM, which keeps in all heads what its streaming heads keep. Decode steps
+    are timed in turn on the full cache, on a uniformly pruned one, and on a head-wise pruned one
+    that is decoded in four ways, whose logits are checked against the full cache with one mask per
+    head. Ratios of times are of storage as well as of tokens: a plain cache is copied at every
+    step, ragged storage is not, and each has its own kernel. The answers are those of one small
+    model: a larger model, whose heads differ more, may gain more from head-wise budgets, and times
+    on a GPU differ.
     """
 
     name = "headwise"
@@ -130,7 +133,9 @@ class Headwise(Experiment[Options]):
             )
         family, contexts = (own.model_type,), own.at_most(1024)
         options = self.quick_on(own, part=parts, contexts=contexts, family=family)
-        return Planned(options, steps=options.rounds * 6 * 2 * fits[Part.DECODING], seconds=5)
+        steps = options.rounds * 6 * 2 * fits[Part.DECODING]
+        note = f"The four ways: {SMALL}" if Part.CONDITIONS in parts else ""
+        return Planned(options, steps=steps, seconds=5, note=note)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         """Measure the chosen parts.
@@ -223,7 +228,7 @@ def points(row: Any, form: str = "**{}** points") -> str:
     return form.format(written(difference, "+.1f")) + bracket(low, high, "+.1f")
 
 
-_CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": "DuoAttention"}
+_CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": ALONE}
 """Presses beside related work, by the name of their finding."""
 
 
@@ -234,7 +239,7 @@ def find_worth(tables: Tables) -> Iterator[Finding]:
     means = table[table["ratio"].isna()].set_index("pair")
     overall = means.loc[ALL]
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
-    of = 100 * means["difference"].drop(ALL)
+    of = 100 * means["difference"].drop([ALL, ALONE])
     ends = {"low": of.min(), "least": of.idxmin(), "high": of.max(), "most": of.idxmax()}
     yield _finding("worth", works, gain=points(overall), model=model, **ends)
     for name, pair in _CITED.items():
@@ -287,7 +292,10 @@ def show_difference(table: pd.DataFrame) -> ResultTable:
     """A row per pair of presses, a column per share evicted."""
     evicted = table["ratio"].map("{:.0%} evicted".format).where(table["ratio"].notna(), "mean")
     n = table["contexts"].iloc[0]
-    note = f"Accuracy, head-wise minus uniform, in points, with {METHOD} over {n} contexts."
+    note = (
+        f"Accuracy, head-wise minus uniform, in points, with {METHOD} over {n} contexts; all: the "
+        "pairs whose heads share a budget."
+    )
     cells = [points(row, "{}") for row in table.to_dict("records")]
     return wide_table(note, table.assign(evicted=evicted), ["pair"], "evicted", cells)
 
@@ -329,7 +337,8 @@ def draw_difference(tables: Tables) -> Figure:
     """Head-wise minus uniform accuracy in percentage points, a panel per share evicted."""
     table = tables["headwise_difference"]
     scaled = 100 * table[["difference", "low", "high"]].rename(columns={"difference": "ratio"})
-    scaled = scaled.assign(label=table["pair"].replace(ALL, "mean of all"), mechanism="hook")
+    names = table["pair"].replace(ALL, "mean, budget shared")
+    scaled = scaled.assign(label=names, mechanism="hook")
     panels = {f"{share:.0%} evicted": rows for share, rows in scaled.groupby(table["ratio"])}
     label = (
         "Accuracy with head-wise minus uniform budgets, in percentage points, by press and share "

@@ -32,8 +32,9 @@ from press_core.scope import InstalledPress
 from press_core.select import best_first
 
 UNIFORM, HEADWISE = "uniform", "head-wise"
-ALL = "all"
-"""Name of the mean over all pairs in the table of differences."""
+ALL, ALONE = "all", "DuoAttention"
+"""The mean over pairs in the table of differences, and the pair that is not in it: its heads do not
+compete for a budget."""
 
 _SINK, _LEAST = 4, 16
 """Attention sinks of streaming heads, and the fewest tokens that they keep in total."""
@@ -162,8 +163,8 @@ def differences(right: dict[tuple[str, float, str], pd.Series[float]]) -> pd.Dat
 
     Returns:
         Columns `pair`, `ratio`, the `difference` of the accuracies, its interval `low` and `high`,
-        and the number of `contexts`. The mean over all pairs is the pair `ALL`; the mean over all
-        ratios is a row whose `ratio` is NaN.
+        and the number of `contexts`. The mean over the pairs whose heads share a budget is the pair
+        `ALL`; the mean over all ratios is a row whose `ratio` is NaN.
     """
     both = {
         (pair, ratio): answers - right[pair, ratio, UNIFORM]
@@ -171,7 +172,7 @@ def differences(right: dict[tuple[str, float, str], pd.Series[float]]) -> pd.Dat
         if budgets == HEADWISE
     }
     gains = pd.concat(both, names=["pair", "ratio", "sample"]).rename("gain").reset_index()
-    gains = pd.concat([gains, gains.assign(pair=ALL)])
+    gains = pd.concat([gains, gains[gains["pair"] != ALONE].assign(pair=ALL)])
     gains = pd.concat([gains, gains.assign(ratio=float("nan"))])
     key = ["pair", "ratio"]
     how: Any = {"sort": False, "dropna": False}
