@@ -130,10 +130,16 @@ def _beyond_varlen(layer: RaggedLayer, query: Query) -> str | None:
     """What torch's variable-length kernel lacks for a call."""
     if query.masks_context(layer):
         return "mask of the context"
+    if layer.keys.shape[-1] != layer.values.shape[-1] or not _fits_varlen(layer.keys.shape[-1]):
+        return "keys or values of such a width"
     states = query.states, layer.keys, layer.values
     if torch.is_grad_enabled() and any(x.requires_grad for x in states):
         return "gradients"
     return None if query.softcap is None else "soft-capped logits"
+
+
+def _fits_varlen(head_dim: int) -> bool:
+    return head_dim <= 256 and head_dim % 8 == 0
 
 
 def check_backend(name: str, site: AttentionSite) -> None:
@@ -148,11 +154,14 @@ def check_backend(name: str, site: AttentionSite) -> None:
         )
     weight, softcap = next(site.module.parameters()), site.softmax.softcap
     fits = weight.is_cuda and weight.dtype in _SIXTEEN and softcap is None
+    fits = fits and _fits_varlen(site.head_dim)
     if name == "varlen" and not (HAS_VARLEN and fits):
         raise HyperparameterError(
-            "the back end 'varlen' runs on CUDA in 16 bits, without soft-capped logits, from torch "
-            f"2.12 on; {type(site.module).__name__} ({site.name}) has softcap {softcap} and is on "
-            f"{weight.device.type} in {weight.dtype}, with torch {torch.__version__}; use 'blocks'"
+            "the back end 'varlen' runs on CUDA in 16 bits, without soft-capped logits, with a "
+            "head_dim up to 256 that 8 divides, from torch 2.12 on; "
+            f"{type(site.module).__name__} ({site.name}) has softcap {softcap}, head_dim "
+            f"{site.head_dim} and is on {weight.device.type} in {weight.dtype}, with torch "
+            f"{torch.__version__}; use 'blocks'"
         )
 
 

@@ -17,7 +17,7 @@ from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import begin, joined_forward, leave
+from press_core.entry import GIVEN, before_attention, begin, joined_forward, leave
 from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
@@ -93,10 +93,20 @@ def _forward(
         return call_next(*args, **kwargs)
     attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
     given = helped(forward, site, given, layer, attends=attends)
+    forward.notes[GIVEN, site.layer_idx] = given
     if not attends:
         return call_next(*given.args, **given.kwargs)
     override = partial(attend, site, layer, backend)
     return call_next(*given.args, **with_override(given.kwargs, override))
+
+
+def beside(other: AttentionSite, call_next: Any, *args: Any, **kwargs: Any) -> Any:
+    """Called instead of the forward of a module that presses do not work on."""
+    forward = current.forward
+    if forward is None or not forward.helps:
+        return call_next(*args, **kwargs)
+    given = before_attention(forward, other, Arguments(args, kwargs, other.signature.parameters))
+    return call_next(*given.args, **given.kwargs)
 
 
 @dataclass
@@ -123,6 +133,8 @@ class Reading(InstalledPress):
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
         for site in scope.sites:
             yield from serve(site, self.backend)
+        for other in scope.bystanders:
+            yield wrap(other.module, "forward", partial(beside, other))
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import is_covered, wrap
-from attention_patch.scope import around_decoder, serve
+from attention_patch.scope import around_decoder, beside, serve
 from press_core import engine, entry
 from press_core.errors import PressError, ScopeError
 from press_core.forward import Arguments, current, names_of
@@ -69,7 +69,7 @@ class BasePress(InstalledPress):
             # The last wrapper is the innermost one, so of several scopes the inner one acts first.
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
-            yield wrap(other.module, "forward", partial(_attention, None, other))
+            yield wrap(other.module, "forward", partial(beside, other))
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -103,23 +103,19 @@ BasePress.collector = Collector
 
 
 def _attention(
-    scope: ScopeState | None,
+    scope: ScopeState,
     site: AttentionSite,
     call_next: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Called instead of an attention module's forward; prunes the layer that it has filled.
-
-    Args:
-        scope: the scope that prunes; None: the module only reads pruned layers.
-    """
+    """Called instead of an attention module's forward; prunes the layer that it has filled."""
     forward = current.forward
     if forward is None or not (forward.helps or scope in forward.acting):
         return call_next(*args, **kwargs)
     given = Arguments(args, kwargs, site.signature.parameters)
     given = entry.before_attention(forward, site, given)
-    if scope is None or scope not in forward.acting:
+    if scope not in forward.acting:
         return call_next(*given.args, **given.kwargs)
     states: list[Tensor] = []
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from press_core import running
@@ -313,5 +314,20 @@ def before_attention(forward: Forward, site: AttentionSite, given: Arguments) ->
         forward.notes[GIVEN, site.layer_idx] = given
         return given
     owner: Arguments = forward.notes.get((GIVEN, site.place.owner), given)
-    names = "attention_mask", "position_embeddings", "position_ids"
-    return given.replace(**{n: owner.get(n) for n in names if n in (*given.names, *given.kwargs)})
+    n, taken = given.get("hidden_states").shape[1], {*given.names, *given.kwargs}
+    return given.replace(
+        **{name: _last(owner.get(name), n, *at) for name, *at in _READ if name in taken}
+    )
+
+
+_READ = ("attention_mask", 4, -2), ("position_embeddings", 3, -2), ("position_ids", 2, -1)
+"""What depends on the layer that is read: its least number of dimensions, which one is tokens."""
+
+
+def _last(given: Any, n: int, least: int, dim: int) -> Any:
+    """The part for the last `n` tokens: Gemma 4 runs others only up to layers that cache them."""
+    if isinstance(given, tuple):
+        return tuple(_last(part, n, least, dim) for part in given)
+    if not isinstance(given, Tensor) or given.dim() < least:
+        return given
+    return given.narrow(dim, given.shape[dim] - n, n)

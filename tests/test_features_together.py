@@ -19,10 +19,12 @@ from press_core import (
     Eviction,
     Needs,
     Phase,
+    UnsupportedCacheError,
     UnsupportedInputError,
     UnsupportedModelError,
     kept_lengths,
     kept_positions,
+    prefill,
 )
 from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
@@ -285,3 +287,84 @@ def test_a_press_acts_before_a_forward():
 
     cache, _ = ran(build("llama"), Window(), [token_ids(1, 40), *token_ids(2, 1).split(1)])
     assert kept_lengths(cache)[0].tolist() == [[9, 9]]
+
+
+# ---- layers that slide, or read another's --------------------------------------------------------
+
+
+def sliding_model():
+    kinds = ["full_attention", "sliding_attention"]
+    config = transformers.Qwen2Config(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=16,
+        layer_types=kinds, max_window_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def test_a_cache_that_does_not_slide_where_the_model_does(package):
+    model, press = sliding_model(), package.DecodingPress(package.KnormPress(), 1, target_size=8)
+    bare = filled(model, None, token_ids(1, 40), DynamicCache())
+    with pytest.raises(UnsupportedCacheError, match=r"config=model\.config"):
+        ran(model, press, [token_ids(1, 1)], bare)
+    ran(model, press, [token_ids(1, 1)], filled(model, None, token_ids(1, 40)))
+    new = DynamicCache()
+    new.layers.extend(type(bare.layers[0])() for _ in range(2))
+    lengths = [
+        x.tolist()
+        for x in kept_lengths(filled(model, package.KnormPress(0.5), token_ids(1, 40), new))
+    ]
+    assert lengths == [[[20, 20]], [[15, 15]]]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: p.KnormPress(0.5), lambda p: p.KeyRerotationPress(p.KnormPress(0.5))]
+)
+def test_shared_layers_are_read_alike_by_headwise(package, make):
+    model, press = build_tiny(decoders()["gemma3n_text"]), make(package)
+    ids, mask, positions = left_padded(2, 31, [0, 3])
+    context = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
+    cache, logits = filled(model, press, ids[:, :30], **context), []
+    for scope in (press(model), headwise(model)):
+        given = {"attention_mask": mask, "position_ids": positions[:, 30:]}
+        with torch.no_grad(), scope:
+            output = model(ids[:, 30:], **with_cache(model, deepcopy(cache)), **given)
+        logits.append(output.logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_rotated_sinks_are_not_taken_for_others(package):
+    model, streaming = build("llama"), package.StreamingLLMDecodingPress
+    cache, _ = ran(model, streaming(16, 4, rerotate=True), [token_ids(1, 30), token_ids(1, 1)])
+    for other in (streaming(16, 8, rerotate=True), streaming(16, 4)):
+        with pytest.raises(UnsupportedInputError, match="n_sink=4"):
+            ran(model, other, [token_ids(1, 1)], deepcopy(cache))
+
+
+def test_attention_that_is_set_between_steps_gets_its_masks(package):
+    model, press = (
+        build("llama", attn_implementation="sdpa"),
+        package.PyramidKVPress(0.5, 4, beta=4),
+    )
+    cache, logits = filled(model, press, token_ids(1, 40)), []
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        logits += ran(model, press, [token_ids(1, 1)], deepcopy(cache))[1]
+    torch.testing.assert_close(*logits)
+
+
+def test_a_refused_crop_leaves_rerotated_layers_of_unlike_lengths_usable(package):
+    press = package.KeyRerotationPress(package.PyramidKVPress(0.5, 4, beta=4))
+    model = build("llama")
+    cache = filled(model, press, token_ids(1, 40))
+    with pytest.raises(UnsupportedCacheError, match=r"crop|remove"):
+        cache.crop(-5)
+    ran(model, press, [token_ids(1, 1)], cache)
+
+
+def test_a_context_in_chunks_that_a_static_cache_cannot_hold(package):
+    model, press = build("llama"), package.KnormPress(0.5)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(UnsupportedCacheError, match="64 tokens, and 100"), press(model):
+        prefill(model, token_ids(1, 100), cache, 32)

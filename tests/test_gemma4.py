@@ -6,7 +6,7 @@ import transformers
 from transformers import DynamicCache
 
 from press_core import UnsupportedModelError, kept_lengths
-from tests.support import assert_refused, both, token_ids
+from tests.support import assert_refused, both, left_padded, token_ids
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4ForCausalLM"), reason="this transformers has no Gemma-4"
@@ -61,3 +61,19 @@ def test_generate(package, variant, attention):
 def test_heads_of_a_shared_layer_keep_as_many(package, variant):
     press = package.AdaKVPress(package.SnapKVPress(0.5, window_size=4))
     assert_refused(press, build(variant, "sdpa"), UnsupportedModelError, "Gemma4TextAttention")
+
+
+@both
+def test_a_turn_of_which_shared_layers_read_the_last_token(package):
+    """Under `generate`, by which the model runs no other token through them."""
+    model, press, found = build("shared", "sdpa"), package.SnapKVPress(0.5, window_size=4), []
+    ids, mask, positions = left_padded(2, 33, [0, 3])
+    for n in (0, 1):
+        cache = DynamicCache(config=model.config)
+        given = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
+        with torch.no_grad(), press(model):
+            model(ids[:, :30], past_key_values=cache, **given)
+            given = {"attention_mask": mask, "position_ids": positions[:, 30:]}
+            output = model(ids[:, 30:], past_key_values=cache, logits_to_keep=n, **given)
+        found.append(output.logits[:, -1])
+    torch.testing.assert_close(*found)

@@ -21,6 +21,8 @@ from press_core.forward import own_cache
 class PrunedHybridLayer(PrunedLayer):
     """A pruned layer that also stores the state of a linear attention."""
 
+    is_croppable = False
+
     def drop_last(self, n: int) -> None:
         raise UnsupportedCacheError(
             "a pruned layer with a linear-attention state cannot remove its latest tokens"

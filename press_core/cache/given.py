@@ -203,8 +203,10 @@ def is_cropped_before(layer: Any) -> bool:
     """Whether the `crop` of a cache, which goes layer by layer, has cropped others than `layer`."""
     frame = innermost_frame("transformers.cache_utils", ("crop",))
     layers = [] if frame is None else getattr(frame.f_locals["self"], "layers", [])
-    lengths = [int(x.get_seq_length()) for x in layers if hasattr(x, "get_seq_length")]
-    return any(length != int(layer.get_seq_length()) for length in lengths)
+    # After rerotation layers may count unlike numbers of tokens.
+    found = [x for x in layers if hasattr(x, "get_seq_length")]
+    seen = [int(getattr(x, "n_seen", None) or x.get_seq_length()) for x in found]
+    return any(n != layer.n_seen for n in seen)
 
 
 def _of_caller(name: str, frame: FrameType | None) -> Any:

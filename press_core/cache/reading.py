@@ -32,6 +32,7 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
         return True
     # Up to transformers 5.2 a compiled model also makes a mask for a single token.
     single = forward.n_tokens == 1 and not torch.compiler.is_compiling()
+    single = single and not (needs and _masks_one(forward))
     if needs and (not single or _hides_recent(mask, layers[0], forward)):
         return True
     if rerotated:  # the model would count padding; position_ids of a caller count all tokens
@@ -47,6 +48,13 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
         return False
     n, first = forward.n_tokens, layers[0]
     return mask.shape[-1] != first.columns(n) or is_of_tokens(forward, first)
+
+
+def _masks_one(forward: Forward) -> bool:
+    """Whether the model's attention, which may have been set since, takes a mask for one token."""
+    config = getattr(forward.decoder, "config", None)
+    implementation = getattr(config, "_attn_implementation", None) or "sdpa"
+    return not implementation.startswith(("sdpa", "flash"))
 
 
 def is_built_for_slots(forward: Forward) -> bool:

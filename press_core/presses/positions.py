@@ -14,6 +14,7 @@ from torch import Tensor
 
 from press_core.attention import mean_attention
 from press_core.call import AttentionCall
+from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.fields import above, count, limited, share
 from press_core.press import MeasuredPress, Press
@@ -127,6 +128,11 @@ class StreamingLLMDecoding(MeasuredPress):
     def compress(self, call: AttentionCall) -> Eviction:
         n, n_sink, keys = self.max_capacity, self.n_sink, call.keys
         rotates, sinks = self.rerotate and n_sink > 0, call.carried.get(SINKS)
+        if sinks is not None and sinks.shape[2] != n_sink * rotates:
+            raise UnsupportedInputError(
+                f"{sinks.shape[2]} sinks of this cache were rotated towards the window; prune it "
+                f"with rerotate=True and n_sink={sinks.shape[2]} again"
+            )
         if rotates and sinks is None:  # NaN until the row is pruned for the first time
             precise = torch.promote_types(keys.dtype, torch.float32)
             sinks = torch.full_like(keys[:, :, :n_sink], torch.nan, dtype=precise)

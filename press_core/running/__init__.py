@@ -9,7 +9,7 @@ from collections.abc import Callable
 from press_core.call import AttentionCall
 from press_core.forward import Forward
 from press_core.observing import AttentionPass
-from press_core.running import chunks, images, quantized, refused, static
+from press_core.running import chunks, images, quantized, refused, sliding, static
 from press_core.running.compiled import eagerly as eagerly
 from press_core.running.images import require_causal as require_causal
 from press_core.running.ranks import decided as decided
@@ -22,6 +22,7 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     refused.refuse_vmap,
     refused.refuse_paged,
     refused.refuse_draft_tokens,
+    sliding.refuse_full,
     chunks.announce,
     static.require_room,
     quantized.stage,

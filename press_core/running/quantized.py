@@ -22,6 +22,8 @@ _REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
 class PrunedQuantizedLayer(PrunedLayer):
     """A pruned layer that quantizes groups of states, and stores the latest ones exactly."""
 
+    is_croppable = False
+
     @property
     def n_slots(self) -> int:
         return int(self.inner.get_seq_length())

@@ -4,16 +4,38 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from press_core.cache.caches import is_empty
+from press_core.errors import UnsupportedCacheError
+from press_core.forward import Forward
 from press_core.scope import ScopeState
+from press_core.traits import Phase
 
 
 def let_slide(scope: ScopeState, cache: Any) -> None:
-    """Give a new cache without a config the sliding-window layers that one made for the model has.
+    """Give an empty cache without a config the sliding-window layers that the model's own has.
 
     If no cache layer is a sliding one, the model makes all masks for the length of the first layer.
     """
-    slides = any(other.place.owner is None for other in scope.bystanders)
-    if not slides or not isinstance(cache, Cache) or cache.layers:
+    if not _sliding(scope) or getattr(cache, "layer_class_to_replicate", None) is not DynamicLayer:
         return
-    if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-        cache.layers.extend(DynamicCache(config=getattr(scope.decoder, "config", None)).layers)
+    layers = list(enumerate(cache.layers))
+    if all(type(layer) is DynamicLayer and is_empty(cache, index) for index, layer in layers):
+        cache.layers[:] = DynamicCache(config=getattr(scope.decoder, "config", None)).layers
+
+
+def refuse_full(scope: ScopeState, forward: Forward) -> None:
+    """Raise if a press would prune, while decoding, a cache that such layers are missing from."""
+    acts = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+    layers = forward.cache.layers if isinstance(forward.cache, Cache) else []
+    if forward.is_context or not acts or not layers:
+        return
+    if any(type(layers[index]) is DynamicLayer for index in _sliding(scope)):
+        raise UnsupportedCacheError(
+            f"{type(scope.press).__name__} would prune a {type(forward.cache).__name__} without "
+            "sliding windows, which this model has; fill a DynamicCache(config=model.config)"
+        )
+
+
+def _sliding(scope: ScopeState) -> list[int]:
+    """Indices of the cache layers that have a sliding window in a cache made for the model."""
+    return [other.layer_idx for other in scope.bystanders if other.place.owner is None]

@@ -22,13 +22,16 @@ from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
 from press_core.model.graphs import may_be_replayed, stay_in_place
 from press_core.scope import ScopeState
+from press_core.traits import Phase
 
 
 def require_room(scope: ScopeState, forward: Forward) -> None:
     """Raise if a context does not fit into a static cache; torch's own error says only an index."""
+    by_chunk = scope.traits.phases & Phase.CHUNKS  # then each chunk makes room for others
+    n = forward.n_tokens + (0 if by_chunk else forward.n_remaining)
     for layer in getattr(forward.cache, "layers", []):
         if forward.is_context and isinstance(layer, StaticLayer) and not layer.is_sliding:
-            _require_room(forward.n_tokens, layer.max_cache_len)
+            _require_room(n, layer.max_cache_len)
 
 
 def _require_room(n: int, room: int) -> None:
