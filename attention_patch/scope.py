@@ -17,7 +17,7 @@ from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.reading import helped
-from press_core.entry import GIVEN, before_attention, begin, joined_forward, leave
+from press_core.entry import before_attention, begin, joined_forward, leave, note_given
 from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
@@ -93,7 +93,7 @@ def _forward(
         return call_next(*args, **kwargs)
     attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
     given = helped(forward, site, given, layer, attends=attends)
-    forward.notes[GIVEN, site.layer_idx] = given
+    note_given(forward, site, given)
     if not attends:
         return call_next(*given.args, **given.kwargs)
     override = partial(attend, site, layer, backend)

@@ -16,6 +16,7 @@ from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.fields import require
+from press_core.forward import own_cache
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions
 from press_core.observing import AttentionPass
@@ -52,6 +53,14 @@ _NEVER_CALLED = {
     "get_layer_budget": ("PyramidKVPress", "override budget(call)"),
     "compute_window_attention": ("SnapKVPress", "override score"),
     "get_query_statistics": ("ExpectedAttentionPress", "override score"),
+    "apply_avg_rope": ("ExpectedAttentionPress", "override score"),
+    "vwl1norm": ("CriticalKVPress", "override score"),
+    "compute_leverage_scores": ("LeverageScorePress", "override score"),
+    "non_causal_chunked_attn": ("NonCausalAttnPress", "override score"),
+    "compute_window_queries": ("ThinKPress", "override channel_scores(call)"),
+    "is_lazy": ("SimLayerKVPress", "override laziness(call)"),
+    "compress_post": ("KVzipPress", "override choose(scores)"),
+    "score": ("FinchPress", "override scores(call, n_question)"),
 }
 """Methods of kvpress's presses that are not methods here: the press, and what to do instead."""
 
@@ -68,6 +77,8 @@ class KvpressCompatible(Press):
         for name, (press, instead) in _NEVER_CALLED.items():
             if name in vars(cls) and any(base.__name__ == press for base in cls.__mro__[1:]):
                 raise PressError(f"{cls.__name__}.{name} would never be called here: {instead}")
+        if "forward_hook" in vars(cls) and "is_awaited" not in vars(cls):
+            cls.is_awaited = lambda *_: True  # type: ignore[method-assign]  # as PyTorch calls it
         for name, translate in (("compress", _compressed), ("score", _scored)):
             method = inspect.getattr_static(cls, name, None)
             if name in vars(cls):  # it may read any of its arguments
@@ -108,7 +119,8 @@ class KvpressCompatible(Press):
                 "the scope install it (call super().__call__, or do not override __call__)"
             )
         scope, passed = kwargs[FORWARD]
-        engine.after_attention(scope, self, passed)
+        given = passed.given._replace(kwargs={n: x for n, x in kwargs.items() if n != FORWARD})
+        engine.after_attention(scope, self, replace(passed, given=given, output=output))
         return output
 
     def after_attention(self, scope: ScopeState, passed: AttentionPass) -> Any:
@@ -116,12 +128,15 @@ class KvpressCompatible(Press):
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
         passed.forward.acting[scope].depths.add(passed.site.place.depth)
-        kwargs = {**_named_as_before(passed.given.kwargs), FORWARD: (scope, passed)}
-        if passed.cache is not None and "cache_position" not in kwargs:  # after transformers 5.2
-            states, end = passed.hidden_states, passed.cache.get_seq_length(passed.site.layer_idx)
-            start = end - states.shape[1]
-            kwargs["cache_position"] = torch.arange(start, end, device=states.device)
-        return self.forward_hook(view_of(passed.site), passed.given.args, kwargs, passed.output)
+        module, before = view_of(passed.site), _named_as_before(passed.given.kwargs, passed.site)
+        kwargs = {**before, FORWARD: (scope, passed)}
+        output = self.forward_hook(module, passed.given.args, kwargs, passed.output)
+        if isinstance(module, AttentionView) and module.masked_key_indices is not None:
+            raise UnsupportedInputError(
+                f"{type(self).__name__}.forward_hook sets masked_key_indices, which is read after "
+                "compress only; set it there, or return Eviction.keep_per_head(call, mask)"
+            )
+        return output
 
 
 # ---- the two signatures of a method --------------------------------------------------------------
@@ -230,15 +245,28 @@ def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[A
     """
     seen = seen or call
     states = seen.hidden_states, call.keys, call.values, call.attentions
-    of_tokens = {"position_embeddings": seen.at.embeddings, "position_ids": seen.at.ids}
+    of_tokens = {
+        "hidden_states": seen.hidden_states,
+        "position_embeddings": seen.at.embeddings,
+        "position_ids": seen.at.ids,
+    }
     given = {n: x for n, x in of_tokens.items() if n in call.kwargs and x is not None}
-    return view_of(call.site), *states, {**_named_as_before(call.kwargs), **given, CALL: call}
+    kwargs = _named_as_before(call.kwargs, call.site)
+    return view_of(call.site), *states, {**kwargs, **given, CALL: call}
 
 
-def _named_as_before(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's keyword arguments, the cache also by its name before transformers 5.24."""
+def _named_as_before(kwargs: Mapping[str, Any], site: AttentionSite) -> dict[str, Any]:
+    """A module's keyword arguments, and what else releases up to transformers 5.23 passed.
+
+    The cache by another name; up to 5.2, the indices of the tokens among all.
+    """
     before = {"past_key_values": kwargs["cache"]} if "cache" in kwargs else {}
-    return {**before, **kwargs}
+    given = {**before, **kwargs}
+    cache, states = own_cache(given.get("past_key_values")), given.get("hidden_states")
+    if cache is not None and states is not None and "cache_position" not in given:
+        end = int(cache.get_seq_length(site.layer_idx))
+        given["cache_position"] = torch.arange(end - states.shape[1], end, device=states.device)
+    return given
 
 
 def call_of(
@@ -256,7 +284,7 @@ def call_of(
         UnsupportedInputError: if the press needs what only hooks observe.
     """
     passed: dict[str, Any] = kwargs or {}
-    site: Any = UnknownSite(module)
+    site: Any = module._site if isinstance(module, AttentionView) else UnknownSite(module)
     call = passed.get(CALL)
     if call is None:
         if press.needs & (Needs.QUERIES | Needs.ROPE):

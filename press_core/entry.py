@@ -47,7 +47,7 @@ from press_core.scope import AROUND, ScopeState, Traits
 from press_core.traits import Phase
 
 GIVEN = "given"
-"""In `Forward.notes`, with the index of a layer: the arguments of the module that fills it."""
+"""In `Forward.notes`, with the index of a layer: by name, what its module was given."""
 
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
@@ -311,23 +311,26 @@ def before_attention(forward: Forward, site: AttentionSite, given: Arguments) ->
         return given
     if site.place.owner is None:
         given = helped(forward, site, given, forward.cache.layers[site.layer_idx])
-        forward.notes[GIVEN, site.layer_idx] = given
+        note_given(forward, site, given)
         return given
-    owner: Arguments = forward.notes.get((GIVEN, site.place.owner), given)
-    n, taken = given.get("hidden_states").shape[1], {*given.names, *given.kwargs}
-    return given.replace(
-        **{name: _last(owner.get(name), n, *at) for name, *at in _READ if name in taken}
-    )
+    owner: dict[str, Any] = forward.notes.get((GIVEN, site.place.owner), {})
+    n, taken = given.get("hidden_states").shape[1], owner.keys() & {*given.names, *given.kwargs}
+    return given.replace(**{name: _last(owner[name], n, *_READ[name]) for name in taken})
 
 
-_READ = ("attention_mask", 4, -2), ("position_embeddings", 3, -2), ("position_ids", 2, -1)
+_READ = {"attention_mask": (4, -2), "position_embeddings": (3, -2), "position_ids": (2, -1)}
 """What depends on the layer that is read: its least number of dimensions, which one is tokens."""
+
+
+def note_given(forward: Forward, site: AttentionSite, given: Arguments) -> None:
+    """Note what modules that read the layer of `site`, too, are to be given."""
+    forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
 
 
 def _last(given: Any, n: int, least: int, dim: int) -> Any:
     """The part for the last `n` tokens: Gemma 4 runs others only up to layers that cache them."""
     if isinstance(given, tuple):
         return tuple(_last(part, n, least, dim) for part in given)
-    if not isinstance(given, Tensor) or given.dim() < least:
+    if not isinstance(given, Tensor) or given.dim() < least or given.shape[dim] <= n:
         return given
     return given.narrow(dim, given.shape[dim] - n, n)

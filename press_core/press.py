@@ -172,7 +172,7 @@ class Press:
     @property
     def amount(self) -> Amount:
         """How much to evict: a share of the tokens, or the `Tokens` to keep; 0 without a field."""
-        return vars(self).get(self.ratio_field, 0.0)
+        return vars(self).get(self.ratio_field) or 0.0
 
     @property
     def requested_ratio(self) -> float:
@@ -191,16 +191,14 @@ class Press:
 
     def acts_on(self, length: int) -> bool:
         """Whether the press may evict some of `length` tokens; yes if it does not say how many."""
-        says = type(self).keeps is not Press.keeps or type(self).amount is not Press.amount
-        if not (says or self.ratio_field in vars(self) or any(self.parts)):
+        cls, given = type(self), vars(self).get(self.ratio_field)
+        says = cls.keeps is not Press.keeps or cls.amount is not Press.amount
+        if not says and given is None and not any(self.parts):
             return self.evicts is not Evicts.NOTHING and self.is_long_enough(length)
         return self.keeps(length) < length or any(part.acts_on(length) for part in self.parts)
 
     def budget(self, call: AttentionCall) -> int:
-        """How many tokens of `call` each KV head keeps, on average where heads differ.
-
-        All of them if the context is too short to be pruned.
-        """
+        """How many tokens of `call` a KV head keeps, on average; all if the context is short."""
         if not self.is_long_enough(call.length):
             return call.length
         return min(call.length, call.budget or n_kept(call.context_length, self.amount))

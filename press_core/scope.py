@@ -189,13 +189,16 @@ class ScopeState:
             if self.model is None:  # already taken off
                 return
             self.model = None
-        found = [text for check in (*self.warnings, self._opened_too_late) if (text := check())]
-        for layer in list(self.key.layers):
-            layer.remember(self.key, None)
-        with _opening:
-            removed([*self.installed, *self.on_layers.drop(self)])
-        self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
-        self.decoder, self.known = None, {}
+        try:
+            checks = *self.warnings, self._opened_too_late  # one reads what is installed
+            found = [text for check in checks if (text := check())]
+        finally:
+            for layer in list(self.key.layers):
+                layer.remember(self.key, None)
+            with _opening:
+                removed([*self.installed, *self.on_layers.drop(self)])
+            self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
+            self.decoder, self.known = None, {}
         if found:  # only the first: it is the cause of the others
             warnings.warn(f"{type(self.press).__name__}{found[0]}", RuntimeWarning, stacklevel=5)
 

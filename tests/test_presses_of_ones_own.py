@@ -17,6 +17,7 @@ from press_core import (
     Needs,
     PressError,
     ScopeError,
+    Tokens,
     UnsupportedInputError,
     kept_lengths,
 )
@@ -224,6 +225,9 @@ NEVER_CALLED = {
     "PyramidKVPress": "get_layer_budget",
     "SnapKVPress": "compute_window_attention",
     "ExpectedAttentionPress": "get_query_statistics",
+    "FinchPress": "score",
+    "SimLayerKVPress": "is_lazy",
+    "KVzipPress": "compress_post",
 }
 
 
@@ -361,14 +365,18 @@ def test_a_ratio_that_a_class_computes_cannot_be_set(package):
     half = property(lambda self: 0.5, lambda self, given: None)
     press = type("Own", (package.KnormPress,), {"compression_ratio": half})()
     assert lengths(press) == [[20, 20]] * 2
-    composed = package.ComposedPress([press, package.KnormPress(0.5)])
+    quarter = property(lambda self: 0.25, lambda self, given: None)
+    other = type("Own", (package.KnormPress,), {"compression_ratio": quarter})()
+    composed = package.ComposedPress([other, package.KnormPress(0.5)])
     for change in (
         lambda: press.with_ratio(0.25),
         lambda: press.with_budget(4),
         lambda: composed.with_ratio(0.6),
     ):
-        with pytest.raises(HyperparameterError, match=r"compression_ratio=0\.5"):
+        with pytest.raises(HyperparameterError, match=r"compression_ratio=0\.(5|25)"):
             change()
+    channels = package.ComposedPress([package.KnormPress(0.5), package.ThinKPress(0.4)])
+    assert channels.with_budget(8).presses[0].compression_ratio == Tokens(8)
 
 
 def remembering(package, weight, name="seen"):

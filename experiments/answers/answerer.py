@@ -157,6 +157,7 @@ class ContextAnswerer:
             UserError: if the texts, the press or the tokenizer cannot be used; says why.
             PressError: if the press does not fit the model, or its cache cannot be saved.
         """
+        check_press(press)
         check_savable(path, press)
         heads = self._heads(contexts, Reading(**reading))
         rows, tails = [ids for ids, _ in heads], [tail for _, tail in heads]

@@ -189,7 +189,8 @@ def independent_copy(cache: Any) -> Any:
 
 def _copied_layer(layer: Any) -> Any:
     replaces = isinstance(layer, DynamicLayer) and not hasattr(layer, "conv_states")
-    if isinstance(layer, RaggedLayer) or not replaces:
+    is_buffer = isinstance(layer, PrunedLayer) and layer.room is not None
+    if isinstance(layer, RaggedLayer) or is_buffer or not replaces:
         return copy.deepcopy(layer)  # these layers write to their tensors in place
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):

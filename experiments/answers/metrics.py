@@ -19,7 +19,6 @@ from experiments import library
 from experiments.answers.sample import Sample
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BOXED = r"\boxed{"
 
 Metric = Callable[[str, Sequence[str]], float]
@@ -51,8 +50,8 @@ def choice(prediction: str, answers: Sequence[str], choices: Sequence[str] = ())
 
 def numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the numbers in the prediction that are in a reference (LongBench)."""
-    wanted = set(_NUMBER.findall(" ".join(answers)))
-    found = _NUMBER.findall(prediction)
+    wanted = set(re.findall(r"\d+", " ".join(answers)))
+    found = re.findall(r"\d+", prediction)
     return sum(number in wanted for number in found) / len(found) if found else 0.0
 
 
@@ -64,6 +63,12 @@ def first(pattern: str) -> Metric:
         return float(found is not None and found[found.re.groups] in (a.strip() for a in answers))
 
     return metric
+
+
+def last_word(prediction: str, answers: Sequence[str]) -> float:
+    """Whether the last word is the reference (InfiniteBench's code_run)."""
+    words = re.sub("[\n.`'\":]", " ", prediction).split()
+    return float(bool(words) and words[-1] in (answer.strip() for answer in answers))
 
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
@@ -166,9 +171,12 @@ UNKNOWN = "unknown"
 METRICS: dict[str, Metric] = {
     **{
         metric.__name__: metric
-        for metric in (match_all, match_any, f1, choice, numbers, first_numbers, code, boxed)
+        for metric in (
+            *(match_all, match_any, f1, choice),
+            *(numbers, first_numbers, last_word, code, boxed),
+        )
     },
-    "first_number": first(_NUMBER.pattern),  # InfiniteBench
+    "first_number": first(r"-?\d+(?:\.\d+)?"),  # InfiniteBench
     "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone
     "named_letter": first(r"The correct answer is[ *(]*([A-D])\b"),  # LongBench-v2
     "f1_zh": partial(f1, words=chinese_words),

@@ -9,6 +9,7 @@ from press_core.scope import InstalledPress
 GREEDY = {
     **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
     **{"num_beams": 1, "num_return_sequences": 1},
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
 }
 """Default arguments of `generate`, which override the model's own `generation_config`."""
 

@@ -125,7 +125,8 @@ def _even(old: PrunedLayer, decisions: Decisions) -> PrunedLayer:
     if len(widths) > 1:
         raise UnsupportedInputError(
             f"a press keeps {sorted(n for _, n in widths)} channels of the keys of different rows "
-            "of a batch, which one layer cannot store; let it choose as many in every row"
+            "of a batch, which one layer cannot store; let it choose as many in every row, or run "
+            "the rows one by one"
         )
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):

@@ -89,10 +89,10 @@ class Composed(Composition):
 def _shares(presses: Sequence[Press]) -> dict[int, float]:
     """By index, each press's part of the total compression, in logarithms; the parts sum to 1.
 
-    Presses that take no ratio are left out.
+    Presses that take no ratio are left out, unless they evict a share of the tokens all the same.
 
     Raises:
-        HyperparameterError: if no press takes a ratio.
+        HyperparameterError: if no press takes a ratio, or one evicts a share that cannot be set.
     """
     kept = {}
     for index, press in enumerate(presses):
@@ -100,7 +100,7 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
             press.with_ratio(0.5)
             kept[index] = 1 - press.requested_ratio
         except HyperparameterError:
-            if press.requested_ratio:  # which cannot be changed, and would not be counted
+            if press.requested_ratio and press.evicts is not Evicts.CHANNELS:
                 raise
     if not kept:
         presses[-1].with_ratio(0.5)  # raises, and its message says what to do

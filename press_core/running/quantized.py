@@ -117,3 +117,10 @@ def stage(scope: ScopeState, forward: Forward) -> None:
             )
         layers[site.layer_idx] = StagingLayer(layer)
         forward.at_failure.append(partial(layers.__setitem__, site.layer_idx, layer))
+        forward.at_end.append(partial(_quantize, layers, site.layer_idx))
+
+
+def _quantize(layers: Any, index: int) -> None:
+    """Quantize what was not stored: a press's own hook may not have asked for any pruning."""
+    if isinstance(layers[index], StagingLayer) and layers[index].is_initialized:
+        layers[index] = PrunedStagingLayer(layers[index]).settled().inner

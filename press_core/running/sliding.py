@@ -8,7 +8,7 @@ from press_core.cache.caches import is_empty
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
 from press_core.scope import ScopeState
-from press_core.traits import Phase
+from press_core.traits import Evicts, Phase
 
 
 def let_slide(scope: ScopeState, cache: Any) -> None:
@@ -26,10 +26,12 @@ def let_slide(scope: ScopeState, cache: Any) -> None:
 def refuse_full(scope: ScopeState, forward: Forward) -> None:
     """Raise if a press would prune, while decoding, a cache that such layers are missing from."""
     acts = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+    acts = acts and scope.press.evicts is not Evicts.NOTHING
     layers = forward.cache.layers if isinstance(forward.cache, Cache) else []
     if forward.is_context or not acts or not layers:
         return
-    if any(type(layers[index]) is DynamicLayer for index in _sliding(scope)):
+    found = [layers[index] for index in _sliding(scope) if index < len(layers)]
+    if any(type(layer) is DynamicLayer for layer in found):
         raise UnsupportedCacheError(
             f"{type(scope.press).__name__} would prune a {type(forward.cache).__name__} without "
             "sliding windows, which this model has; fill a DynamicCache(config=model.config)"

@@ -126,6 +126,8 @@ def test_decoders_are_swept_in_order():
     rows = measure(["llama", "gpt2"], lambda cell: cell.press == "Knorm", seen.append)
     assert seen == list(rows["type"].unique()) == ["llama", "gpt2"]
     assert set(rows["outcome"]) == {"right"}
+    assert not rows.duplicated(COLUMNS[:6]).any()
+    assert set(rows["cache"]) == {"default"}  # as which a DynamicCache() is known
 
 
 def dies(*_):

@@ -8,7 +8,7 @@ import torch
 from experiments import UserError
 from experiments.loading import load_model
 from experiments.questions.headwise import EXPERIMENT, Options, Part, budgets
-from experiments.questions.headwise.budgets import ALL, HEADWISE, UNIFORM, differences, pairs
+from experiments.questions.headwise.budgets import ALL, ALONE, HEADWISE, UNIFORM, differences, pairs
 from experiments.questions.headwise.four_ways import OTHER
 from experiments.testbed.facts import UNSEEN, VOCABULARY, Task
 from press_core import kept_lengths
@@ -101,9 +101,10 @@ def test_differences_are_taken_context_by_context():
     headwise_ = pd.Series([0.25, 1.0] * 4)  # one more of the hard ones
     right = {("a", 0.5, UNIFORM): uniform, ("a", 0.5, HEADWISE): headwise_}
     right |= {("b", 0.5, UNIFORM): uniform, ("b", 0.5, HEADWISE): uniform}
+    right |= {(ALONE, 0.5, UNIFORM): uniform, (ALONE, 0.5, HEADWISE): 0 * uniform}
     table = differences(right)
     at, mean = table[table["ratio"] == 0.5], table[table["ratio"].isna()]
-    assert at["pair"].to_list() == mean["pair"].to_list() == ["a", "b", ALL]
+    assert at["pair"].to_list() == mean["pair"].to_list() == ["a", "b", ALONE, ALL]
     assert at["difference"].to_list() == mean["difference"].to_list()  # of a single ratio
     table = at.set_index("pair")
     assert table.loc["a", "difference"] == pytest.approx(0.125)
@@ -160,6 +161,7 @@ def test_whether_budgets_helped(tables, shift, verdict):
     table.loc[(table["pair"] == "DuoAttention") & table["ratio"].isna(), "difference"] = -0.5
     found = finding("worth", **tables | {"headwise_difference": table})
     assert f"on facts-llama: **{100 * shift:+.1f}** points [" in found.text
+    assert ALONE not in found.text
     cited = finding("duoattention", **tables | {"headwise_difference": table})
     assert "DuoAttention minus StreamingLLM, over all ratios: **-50.0** points" in cited.text
     assert found.verdict == verdict
