@@ -235,6 +235,8 @@ class AttentionCall:
         cos, sin = (x.unsqueeze(1) for x in self.at.embeddings)
         if tokens is None:
             return (cos, sin) if cos.shape[2] == self.length else None
+        if bool((tokens < 0).any()):  # keys of earlier forwards
+            return None
         heads = tokens.shape[:2]
         cos, sin = (gather_tokens(x.expand(*heads, -1, -1), tokens) for x in (cos, sin))
         return cos, sin

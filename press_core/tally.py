@@ -49,6 +49,8 @@ class Tally:
     @property
     def compression_ratio(self) -> float:
         """Share of the tokens that was evicted, over all layers."""
-        seen = self.n_sites * max((seen for seen, _ in self.layers.values()), default=0)
+        longest = max((seen for seen, _ in self.layers.values()), default=0)
+        whole = (self.n_sites - len(self.layers)) * longest  # of layers that were never pruned
+        seen = sum(seen for seen, _ in self.layers.values()) + whole
         evicted = sum(seen - kept for seen, kept in self.layers.values())
         return evicted / seen if seen else 0.0

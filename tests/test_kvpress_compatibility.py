@@ -338,3 +338,86 @@ def test_methods_read_the_ratio_that_is_asked_of_them(opened):
     held = {n for lengths in kept_lengths(cache) for n in lengths.flatten().tolist()}
     assert held in ({12}, {16})  # at the last step, or at once
     assert press.compression_ratio == 0.0
+
+
+# ---- hooks of one's own --------------------------------------------------------------------------
+
+
+def test_a_forward_hook_is_called_after_every_forward():
+    class Counting(DecodingPress):
+        calls = 0
+
+        def forward_hook(self, module, input, kwargs, output):
+            self.calls += 1
+            return super().forward_hook(module, input, kwargs, output)
+
+    model, press = build("llama", num_layers=2), Counting(KnormPress(), 8, target_size=16)
+    cache, _ = ran(model, press, [token_ids(1, 20), *token_ids(9, 1).split(1)])
+    assert press.calls == 2 * 10
+    assert kept_lengths(cache)[0].tolist() == [[17, 17]]
+
+
+def test_what_a_forward_hook_changes_is_what_compress_gets():
+    class Weighting(BasePress):
+        def forward_hook(self, module, input, kwargs, output):
+            given = output[0], torch.full_like(kwargs["hidden_states"], 7.0)
+            super().forward_hook(module, input, {**kwargs, "mine": 3}, given)
+            return output
+
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            n = kwargs["mine"] + int((attentions == 7).all())
+            return keys[:, :, :n], values[:, :, :n]
+
+    class Masking(KnormPress):
+        def forward_hook(self, module, input, kwargs, output):
+            module.masked_key_indices = torch.where(torch.ones(1, 2, 20) > 0)
+            return output
+
+    model, ids = build("llama", num_layers=1), token_ids(1, 20)
+    assert kept_lengths(filled(model, Weighting(), ids))[0].tolist() == [[4, 4]]
+    with pytest.raises(UnsupportedInputError, match="masked_key_indices"):
+        filled(model, Masking(0.5), ids)
+
+
+def test_keyword_arguments_are_of_the_tokens_of_the_call():
+    class Reading(ScorerPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            n = kwargs["position_embeddings"][0].shape[1]
+            assert kwargs["hidden_states"].shape[:2] == (len(keys), n)
+            assert len(kwargs["cache_position"]) == 24
+            return keys.norm(dim=-1)
+
+    model, (ids, mask, positions) = build("llama", num_layers=1), left_padded(2, 24, (0, 8))
+    for press in (ChunkPress(Reading(0.5), 8), ComposedPress([KnormPress(0.5), Reading(0.5)])):
+        filled(model, press, ids, attention_mask=mask, position_ids=positions)
+
+
+def test_a_forward_hook_may_compress_by_itself():
+    class Own(ScorerPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys.norm(dim=-1)
+
+        def forward_hook(self, module, input, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            given = module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
+            self.found = self.compress(*given)
+            return output
+
+    press = Own(0.5)
+    filled(build("llama", num_layers=1), press, token_ids(1, 20))
+    assert press.found[0].shape[2] == 10
+
+
+def test_whatever_a_check_raises_nothing_stays_on_the_model():
+    class Latest(BasePress):
+        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            return keys[:, :, -8:], values[:, :, -8:]
+
+        def acts_on(self, length):
+            raise ZeroDivisionError
+
+    model, ids = build("llama"), token_ids(1, 20)
+    cache = filled(model, None, ids)
+    with pytest.raises(ZeroDivisionError), Latest()(model):
+        model(ids[:, :1], past_key_values=cache)
+    assert not model.model._forward_pre_hooks

@@ -25,6 +25,7 @@ from tests.support import (
     in_turn,
     left_padded,
     replaying,
+    rotating,
     snapshot,
     token_ids,
 )
@@ -244,3 +245,25 @@ def test_rows_of_linear_states_are_refused_before_they_are_run(package, name):
     with press(model), pytest.raises(UnsupportedCacheError, match="LinearAttentionLayer"):
         model(token_ids(1, LENGTH), past_key_values=cache)
     assert not cache.get_seq_length(1)
+
+
+# ---- positions -----------------------------------------------------------------------------------
+
+
+def test_frequencies_that_adapt_are_put_back(package):
+    model, ids, other = build("llama"), *token_ids(2, 40).split(1)
+    model.config.max_position_embeddings = 32
+    rotating(model, "dynamic")
+    before = model(other).logits
+    filled(model, example_for(package, "KVzipPress", 0.5, model), ids)
+    assert torch.equal(model(other).logits, before)
+
+
+def test_a_table_of_positions_that_ends_before_the_replay(package):
+    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    with pytest.raises(UnsupportedInputError, match="64 positions"):
+        filled(model, example_for(package, "KVzipPress", 0.5, model), token_ids(1, 40))
+    with pytest.raises(UnsupportedCacheError, match="offloaded"):
+        cache = DynamicCache(config=model.config, offloading=True)
+        filled(model, example_for(package, "KVComposePress", 0.5, model), token_ids(1, 8), cache)

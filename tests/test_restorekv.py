@@ -9,7 +9,13 @@ from transformers import DynamicCache, integrations
 
 import hooks_impl
 from experiments.testbed.recipes import PROMPTS
-from press_core import HyperparameterError, RaggedLayer, UnsupportedModelError, kept_lengths
+from press_core import (
+    HyperparameterError,
+    RaggedLayer,
+    UnsupportedModelError,
+    kept_lengths,
+    kept_positions,
+)
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.restorekv import RestoreAdapter, distillation_loss, first_adapter
 from tests.slow import Whole
@@ -86,7 +92,8 @@ def test_ratios_that_leave_no_room_leave_what_restores(package):
         assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
     cache = filled(model, restoring(package, model, 0.9), token_ids(1, 8))  # no more than restore
     assert {int(n) for x in kept_lengths(cache) for n in x.flatten()} == {8}
-    assert cache.layers[0].dense()[2][0, 0].tolist() == list(range(8))
+    assert kept_positions(cache)[0][0, 0].tolist() == list(range(8))
+    model(token_ids(1, 1), past_key_values=cache)  # a whole context is like any other
 
 
 # ---- what is touched -----------------------------------------------------------------------------

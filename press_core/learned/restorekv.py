@@ -119,7 +119,8 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
 
 def _added(down: Tensor, up: Tensor, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """The adapter's contribution added to the `output` of a linear layer."""
-    return output + (args[0].to(down.dtype) @ down.mT @ up.mT).to(output.dtype)
+    given = args[0].to(down.dtype)  # layers may be on several devices
+    return output + (given @ down.to(given.device).mT @ up.to(given.device).mT).to(output.dtype)
 
 
 # ---- the press ----------------------------------------------------------------------------------

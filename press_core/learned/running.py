@@ -38,7 +38,8 @@ def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
         if mask is None or bool(mask.all()):
             yield ids
         else:
-            yield from (row[keep.bool()][None] for row, keep in zip(ids, mask, strict=True))
+            rows = (row[keep.bool()][None] for row, keep in zip(ids, mask, strict=True))
+            yield from (row for row in rows if row.numel())
 
 
 class LayerMeans:

@@ -32,6 +32,13 @@ def has_encoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def n_positions(decoder: nn.Module) -> int | None:
+    """How many positions a decoder has that looks them up in a table; None: it has no table."""
+    limit = getattr(getattr(decoder, "config", None), "max_position_embeddings", None)
+    tables = [m.num_embeddings for m in decoder.modules() if isinstance(m, nn.Embedding)]
+    return limit if limit and any(0 <= n - limit <= 2 for n in tables) else None
+
+
 def last_layer(model: nn.Module, sites: list[AttentionSite]) -> nn.Module:
     """The last decoder layer, whose output goes into the final norm.
 

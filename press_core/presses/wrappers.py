@@ -89,9 +89,10 @@ class Critical(ReadingStates):
         first = best_first(scores, n_first)
         norms = projected_norms(call, leaving_out=first)
         weighted = ((scores + self.epsilon) * norms).masked_fill(first, 0)  # infinite ones, too
-        lowest = scores.amin(dim=(1, 2), keepdim=True)
-        share = (scores - lowest) / (scores.amax(dim=(1, 2), keepdim=True) - lowest)
-        return raised(weighted, first, 1 + share.nan_to_num(1))  # all are equal, or infinite
+        low = scores.masked_fill(scores == -torch.inf, torch.inf).amin(dim=(1, 2), keepdim=True)
+        high = scores.masked_fill(scores == torch.inf, -torch.inf).amax(dim=(1, 2), keepdim=True)
+        share = ((scores - low) / (high - low)).clamp(0, 1)  # also of infinite ones
+        return raised(weighted, first, 1 + share.nan_to_num(1))  # all are equal
 
 
 class CriticalKV(Critical, TokenScorer):

@@ -7,8 +7,8 @@ Python function in this thread, records them and is removed afterwards. No press
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -247,25 +247,38 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
     positions from token indices (`rope_deltas`). The model is in evaluation mode. Open scopes take
     no part in forwards of this thread; hooks of others run.
     """
-    saved = [(m, values_of(m), _copies(m._buffers)) for m in model.modules()]
+    modules = list(model.modules())
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     rng = torch.random.fork_rng(list(devices))
-    with one_at_a_time, current.apart(), rng, _eagerly():
-        for module, attributes, _ in saved:
+    with one_at_a_time, current.apart(), rng, _eagerly(), restored(modules):
+        for module in modules:
             module.training = False
-            if "rope_deltas" in attributes:  # from the last image; transformers 5.2 would use it
+            if "rope_deltas" in vars(module):  # from the last image; transformers 5.2 would use it
                 module.rope_deltas = None  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for module, attributes, buffers in saved:
-                for name in values_of(module).keys() - attributes.keys():
-                    vars(module).pop(name, None)
-                vars(module).update(attributes)
-                for name, (buffer, before) in buffers.items():
-                    module._buffers[name] = buffer
-                    if before is not None and not torch.equal(buffer, before):
-                        buffer.copy_(before)
+        yield
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore attributes and small buffers of `modules` at the end of the block."""
+    saved = [(m, values_of(m), _copies(m._buffers)) for m in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in saved:
+            for name in values_of(module).keys() - attributes.keys():
+                vars(module).pop(name, None)
+            vars(module).update(attributes)
+            for name, (buffer, before) in buffers.items():
+                module._buffers[name] = buffer
+                if before is not None and not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def rotating_as_before(model: nn.Module) -> AbstractContextManager[None]:
+    """Restore rotary modules that adapt to far positions at the end of the block."""
+    adapt = (m for m in model.modules() if any("max_seq_len_cached" in name for name in vars(m)))
+    return restored(adapt)
 
 
 def values_of(module: nn.Module) -> dict[str, Any]:

@@ -31,10 +31,11 @@ from press_core.errors import UnsupportedCacheError, UnsupportedInputError, Unsu
 from press_core.eviction import Eviction
 from press_core.fields import count
 from press_core.forward import Arguments, Forward, cache_after, cache_of, current, with_cache
-from press_core.model.decoder import has_encoder
+from press_core.model.decoder import has_encoder, n_positions
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
+from press_core.probe.watching import rotating_as_before
 from press_core.rows import Decisions, RowGroup, parts_of
 from press_core.scope import InstalledPress, ScopeState, bound_to
 from press_core.select import best_first, true_indices, upcast
@@ -90,10 +91,16 @@ class Row:
             The output of the decoder.
         """
         (given,) = inputs.values()
-        start = self.next_position + n_before
+        start, decoder = self.next_position + n_before, self.scope.decoder
+        n, rotates = start + given.shape[1], self.scope.sites[0].rotary is not None
+        limit = None if rotates else n_positions(decoder)
+        if limit is not None and n > limit:
+            raise UnsupportedInputError(
+                f"{type(self.scope.press).__name__} runs tokens behind the context, {n} in all, "
+                f"and the model has {limit} positions; use a press that does not replay"
+            )
         positions = start + torch.arange(given.shape[1], device=given.device)
         cache = self.alone() if cache is None else cache
-        decoder = self.scope.decoder
         cached = {**with_cache(decoder, cache), "position_ids": positions[None]}
         with current.apart("pruning"):
             return decoder(**inputs, **cached, use_cache=True)
@@ -191,12 +198,15 @@ class ReplayPress(RatioPress, InstalledPress):
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
         self._require_plain(scope, cache, tokens)
         following = _next_positions(forward.given.get("position_ids"), ids)
-        decided = []
+        decided, is_whole = [], True
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
             own = ids[index] if slots is None else ids[index, slots]
-            decided.append(self.decide(Row(scope, cache, index, own, slots, following[index])))
-        if all(bool(kept.all()) and not joins for kept, joins in decided):
+            with rotating_as_before(scope.model):
+                kept, joins = self.decide(Row(scope, cache, index, own, slots, following[index]))
+            decided.append((kept, joins))
+            is_whole &= bool(kept[..., : len(own)].all()) and not bool(kept[..., len(own) :].any())
+        if is_whole:
             return  # layers that lose nothing stay as they are
         for depth, site in enumerate(scope.sites):
             chosen = [kept[depth] for kept, _ in decided]
@@ -206,14 +216,16 @@ class ReplayPress(RatioPress, InstalledPress):
 
     def _require_plain(self, scope: ScopeState, cache: Any, tokens: Tensor | None) -> None:
         """Raise unless rows can be copied; where `tokens` leave padding out, of plain layers."""
+        offloads = getattr(cache, "offloading", False)
         pruned = {site.layer_idx for site in scope.sites}
         for index, layer in enumerate(getattr(cache, "layers", ())):
             is_plain = type(layer) is DynamicLayer
             has_rows = hasattr(layer, "batch_select_indices") and tokens is None
-            if not is_plain and (index in pruned or not has_rows):
+            if offloads or (not is_plain and (index in pruned or not has_rows)):
+                kind = "offloaded" if offloads else f"a {type(layer).__name__}"
                 raise UnsupportedCacheError(
                     f"{type(self).__name__} replays whole contexts, each row of a padded batch "
-                    f"alone, and layer {index} is a {type(layer).__name__}, of which such a row "
+                    f"alone, and layer {index} is {kind}, of which such a row "
                     "cannot be copied; use it alone with a DynamicCache (if rows are padded, run "
                     "them one by one), or use a press that does not replay"
                 )
