@@ -264,6 +264,7 @@ def test_a_table_of_positions_that_ends_before_the_replay(package):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
     with pytest.raises(UnsupportedInputError, match="64 positions"):
         filled(model, example_for(package, "KVzipPress", 0.5, model), token_ids(1, 40))
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True
     with pytest.raises(UnsupportedCacheError, match="offloaded"):
-        cache = DynamicCache(config=model.config, offloading=True)
         filled(model, example_for(package, "KVComposePress", 0.5, model), token_ids(1, 8), cache)
