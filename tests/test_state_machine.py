@@ -21,28 +21,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from press_core import Press, PressError, ScopeError, kept_lengths
+from tests import twins
 from tests.support import PROFILE
-from tests.twins import (
-    CONTEXT,
-    FAMILIES,
-    LATER,
-    LENGTH,
-    NAMES,
-    TOKEN,
-    CachePair,
-    Opened,
-    Step,
-    Twins,
-    attention_of,
-    contents,
-    expected_answer,
-    in_thread,
-    outcome,
-    own_patches,
-    presses,
-    same,
-    twin,
-)
 
 N_PROGRAMS = {"short": 20, "long": 20_000}.get(PROFILE, 48)
 N_SHARDS, MAX_STEPS = 4, 30
@@ -53,29 +33,31 @@ SIDES = st.integers(0, 1)
 
 def _as_its_twin_does(subject, order, run):
     """What `run(model)` comes to in scopes of presses in this `order`, or which error."""
-    model = twin(subject.index)
+    model = twins.twin(subject.index)
     with ExitStack() as scopes:
         for name in order:
-            scopes.callback(presses(name).hook.register(model).remove)
-        return outcome(lambda: run(model))
+            scopes.callback(twins.presses(name).hook.register(model).remove)
+        return twins.outcome(lambda: run(model))
 
 
 def _two_forwards(model):
     cache = DynamicCache(config=model.config)
-    return [Step(n)(model, cache) for n in (LENGTH, 1)]
+    return [twins.Step(n)(model, cache) for n in (twins.LENGTH, 1)]
 
 
-class Programs(Twins):
+class Programs(twins.Twins):
     """Models, scopes, caches, threads and other patchers."""
 
     # ---- scopes ----
 
-    @initialize(opened=st.lists(st.tuples(INDICES, st.sampled_from(NAMES), SIDES), max_size=4))
+    @initialize(
+        opened=st.lists(st.tuples(INDICES, st.sampled_from(twins.NAMES), SIDES), max_size=4)
+    )
     def begin(self, opened):
         for index, name, side in opened:
             self.open_scope(index, name, side, elsewhere=False)
 
-    @rule(index=INDICES, name=st.sampled_from(NAMES), side=SIDES, elsewhere=st.booleans())
+    @rule(index=INDICES, name=st.sampled_from(twins.NAMES), side=SIDES, elsewhere=st.booleans())
     def open(self, index, name, side, elsewhere):
         self.open_scope(index, name, side, elsewhere)
 
@@ -83,16 +65,16 @@ class Programs(Twins):
         subject = self.subjects[index]
         if len(subject.scopes) == 3:
             return
-        press: Press = presses(name)[side]
+        press: Press = twins.presses(name)[side]
         try:
-            handle = in_thread(elsewhere, lambda: press.register(subject.model))
+            handle = twins.in_thread(elsewhere, lambda: press.register(subject.model))
         except PressError:
             assert self._may_refuse(subject, name, side)
             return
-        subject.scopes.append(Opened(name, side, handle))
+        subject.scopes.append(twins.Opened(name, side, handle))
 
     def _may_refuse(self, subject, name, side):
-        if (name, FAMILIES[subject.index]) == ("DuoAttentionPress", "gpt_neox"):
+        if (name, twins.FAMILIES[subject.index]) == ("DuoAttentionPress", "gpt_neox"):
             return True  # whose head scores are those of a model with other heads
         # Another owner's wrapper above a patch of ours, where a new one could not get beneath.
         return side == 1 and any(module in self.wrapped for module in subject.model.modules())
@@ -104,13 +86,13 @@ class Programs(Twins):
         subject = self._opened(data)
         scope = subject.scopes[data.draw(st.integers(0, len(subject.scopes) - 1))]
         subject.scopes.remove(scope)
-        in_thread(elsewhere, scope.handle.remove)
+        twins.in_thread(elsewhere, scope.handle.remove)
         scope.handle.remove()
 
     @rule(index=INDICES, side=SIDES)
     def fail_to_open(self, index, side):
         """The last layer is refused, after all others were installed or not."""
-        subject, press = self.subjects[index], presses("SnapKVPress")[side]
+        subject, press = self.subjects[index], twins.presses("SnapKVPress")[side]
 
         class Failing(type(press)):  # type: ignore[misc]
             def install(self, scope):
@@ -143,7 +125,7 @@ class Programs(Twins):
     def prefill(self, index, batch, chunk_size, later):
         """A new cache, and the tokens that follow at once."""
         both = self._new_cache(index, batch)
-        for step in (Step(LENGTH, chunk_size), *LATER.get(later, [])):
+        for step in (twins.Step(twins.LENGTH, chunk_size), *twins.LATER.get(later, [])):
             self._run(both, step)
 
     def _new_cache(self, index, batch):
@@ -151,15 +133,15 @@ class Programs(Twins):
             self.caches.pop(0)
         subject = self.subjects[index]
         caches = (DynamicCache(config=subject.model.config) for _ in range(2))
-        self.caches.append(CachePair(subject, *caches, batch))
+        self.caches.append(twins.CachePair(subject, *caches, batch))
         return self.caches[-1]
 
     @precondition(lambda self: self.caches)
-    @rule(data=st.data(), later=st.sampled_from(sorted(LATER)), elsewhere=st.booleans())
+    @rule(data=st.data(), later=st.sampled_from(sorted(twins.LATER)), elsewhere=st.booleans())
     def go_on(self, data, later, elsewhere):
         """In this thread, or in one of its own."""
         both = self._any_cache(data)
-        for step in LATER[later]:
+        for step in twins.LATER[later]:
             self._run(both, step, elsewhere)
 
     def _any_cache(self, data):
@@ -173,12 +155,12 @@ class Programs(Twins):
 
         def run(both):
             barrier.wait()
-            return self._actual(both, TOKEN)
+            return self._actual(both, twins.TOKEN)
 
         with ThreadPoolExecutor(2) as pool:
             found = dict(zip((first, second), pool.map(run, (first, second)), strict=True))
         for both in (first, second):
-            self._compare(both, found[both], TOKEN)
+            self._compare(both, found[both], twins.TOKEN)
 
     @precondition(lambda self: any(s.scopes for s in self.subjects))
     @rule(data=st.data(), error=st.sampled_from([ZeroDivisionError, KeyboardInterrupt]))
@@ -189,15 +171,17 @@ class Programs(Twins):
         def explode(*_):
             raise error
 
-        hook = attention_of(subject.model, 1).register_forward_pre_hook(explode)
+        hook = twins.attention_of(subject.model, 1).register_forward_pre_hook(explode)
         try:
             with pytest.raises((error, PressError)), torch.inference_mode():
-                subject.model(CONTEXT, past_key_values=DynamicCache(config=subject.model.config))
+                subject.model(
+                    twins.CONTEXT, past_key_values=DynamicCache(config=subject.model.config)
+                )
         finally:
             hook.remove()
 
     @precondition(lambda self: self.caches)
-    @rule(data=st.data(), name=st.sampled_from(NAMES), side=SIDES, elsewhere=st.booleans())
+    @rule(data=st.data(), name=st.sampled_from(twins.NAMES), side=SIDES, elsewhere=st.booleans())
     def open_in_a_forward(self, data, name, side, elsewhere):
         """The forward has nothing to do with the new scope."""
         both = self._any_cache(data)
@@ -232,21 +216,21 @@ class Programs(Twins):
                 changed.append(True)
                 change()
 
-        hook = attention_of(model, 1).register_forward_pre_hook(once)
+        hook = twins.attention_of(model, 1).register_forward_pre_hook(once)
         try:
-            found = self._actual(both, TOKEN)
+            found = self._actual(both, twins.TOKEN)
         finally:
             hook.remove()
         once()  # of a forward that was refused before
-        self._compare(both, found, TOKEN, order)
+        self._compare(both, found, twins.TOKEN, order)
 
     def _actual(self, both, step):
-        return outcome(lambda: step(both.subject.model, both.cache, both.batch))
+        return twins.outcome(lambda: step(both.subject.model, both.cache, both.batch))
 
     def _run(self, both, step, elsewhere=False):
         if both not in self.caches or both.cache.get_seq_length() + step.n <= step.n_rejected:
             return
-        self._compare(both, in_thread(elsewhere, lambda: self._actual(both, step)), step)
+        self._compare(both, twins.in_thread(elsewhere, lambda: self._actual(both, step)), step)
 
     def _compare(self, both, found, step, order=None):
         """Compare what a step has done with what it does in scopes of presses in this `order`."""
@@ -254,12 +238,12 @@ class Programs(Twins):
         expected = _as_its_twin_does(
             both.subject, order, lambda model: step(model, both.expected, both.batch)
         )
-        assert same(found, expected), (found, expected)
+        assert twins.same(found, expected), (found, expected)
         if not isinstance(found, Tensor):  # refused half way: nobody goes on with such a cache
             self.caches.remove(both)
             return
-        both.contents = contents(both.cache)
-        assert same(both.contents, contents(both.expected))
+        both.contents = twins.contents(both.cache)
+        assert twins.same(both.contents, twins.contents(both.expected))
 
     # ---- others ----
 
@@ -267,7 +251,7 @@ class Programs(Twins):
     def wrap_forward(self, index, layer):
         """As accelerate does: an instance attribute, which remembers what it replaced."""
         subject = self.subjects[index]
-        module = attention_of(subject.model, layer)
+        module = twins.attention_of(subject.model, layer)
         if module in self.wrapped:
             return
         subject.foreign = True
@@ -295,17 +279,19 @@ class Programs(Twins):
         if not takes_others:
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
-        lost = [[patch.is_lost for patch in own_patches(scope.handle)] for scope in subject.scopes]
+        lost = [
+            [patch.is_lost for patch in twins.own_patches(scope.handle)] for scope in subject.scopes
+        ]
         in_part = [any(layers) and not all(layers) for layers in lost]
         if any(
             part and scope.name != "StreamingLLMDecodingPress"  # which acts before any layer
             for part, scope in zip(in_part, subject.scopes, strict=True)
         ):
             expected = _as_its_twin_does(subject, subject.order(), _two_forwards)
-            found = outcome(lambda: _two_forwards(subject.model))
+            found = twins.outcome(lambda: _two_forwards(subject.model))
             # Refused by this scope, or by one inside of it; or nothing was to do on layers before
             # all patches were put on anew.
-            assert same(found, expected) or issubclass(found[0], PressError)
+            assert twins.same(found, expected) or issubclass(found[0], PressError)
         for scope, layers in zip(subject.scopes, lost, strict=True):
             if any(layers):
                 with pytest.warns(RuntimeWarning, match="put back"):
@@ -337,9 +323,9 @@ class Programs(Twins):
         clone = copy.deepcopy(subject.model)
         cache = DynamicCache(config=clone.config)
         with torch.inference_mode():
-            logits = clone(CONTEXT, past_key_values=cache).logits
-        assert torch.equal(logits, expected_answer(index))
-        assert all(int(kept.min()) == LENGTH for kept in kept_lengths(cache))
+            logits = clone(twins.CONTEXT, past_key_values=cache).logits
+        assert torch.equal(logits, twins.expected_answer(index))
+        assert all(int(kept.min()) == twins.LENGTH for kept in kept_lengths(cache))
 
 
 @pytest.mark.filterwarnings("ignore:.*before this scope opened")
