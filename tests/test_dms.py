@@ -67,9 +67,8 @@ def test_contexts_that_the_scorer_leaves_whole(package):
     for kept in kept_lengths(filled(model, press, token_ids(1, 12))):
         assert kept.tolist() == [[12, 12]]
     ids, mask, positions = left_padded(2, 40, [0, 35])
-    for kept in kept_lengths(
-        filled(model, press, ids, attention_mask=mask, position_ids=positions)
-    ):
+    cache = filled(model, press, ids, attention_mask=mask, position_ids=positions)
+    for kept in kept_lengths(cache):
         assert kept[1].tolist() == [5, 5]
         assert kept[0].sum() < 70
 
@@ -99,9 +98,8 @@ def test_forwards_that_a_threshold_did_not_see(package, between):
         return
     whole = Whole(model)  # of one layer, keys know nothing of what is seen
     whole(torch.cat(given[:n_before] + given[6:], dim=1))
-    for scores, positions, gone in zip(
-        scores_in(whole)[0][0], held(cache)[0][0], gone_before, strict=True
-    ):
+    heads = zip(scores_in(whole)[0][0], held(cache)[0][0], gone_before, strict=True)
+    for scores, positions, gone in heads:
         unjudged = gone if between == "adakv" else set()  # evicted by no threshold
         found = set(range(len(scores))) - set(positions) - unjudged
         assert all(scores[p] < threshold for p in found)

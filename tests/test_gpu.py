@@ -35,10 +35,9 @@ def test_mechanisms_agree_bit_for_bit(name, dtype, implementation):
     ids, mask, positions = left_padded(3, 200, [0, 30, 77])
     ids[:, -8] = DELIMITER if name == "FinchPress" else ids[:, -8]
     inputs = {"attention_mask": mask.cuda(), "position_ids": positions.cuda()}
-    caches, logits = zip(
-        *(ran(model, example_for(p, name, 0.5, model), [ids.cuda()], **inputs) for p in PACKAGES),
-        strict=True,
-    )
+    presses = [example_for(package, name, 0.5, model) for package in PACKAGES]
+    runs = [ran(model, press, [ids.cuda()], **inputs) for press in presses]
+    caches, logits = zip(*runs, strict=True)
     assert_same(*caches)
     assert torch.equal(*(of_prefill for (of_prefill,) in logits))
 

@@ -13,7 +13,7 @@ from press_core.attention import received_attention
 from press_core.cache.masks import bidirectional_mask
 from press_core.probe import attention_sites
 from press_core.tiles import NUMBERS
-from tests.support import both, token_ids
+from tests.support import GREEDY, both, token_ids
 
 N = 24
 
@@ -118,8 +118,7 @@ def test_masks_of_full_attention_may_be_left_out(package):
 def test_generate_with_an_image(package, name):
     model = tiny(name)
     ids = context(model)
-    options = {**image_inputs(model, ids), "do_sample": False, "pad_token_id": 0}
-    options |= {"eos_token_id": None, "max_new_tokens": 6}
+    options = {**image_inputs(model, ids), **GREEDY, "max_new_tokens": 6}
     plain = model.generate(ids, **options)
     with package.KnormPress(0.0)(model):
         assert torch.equal(model.generate(ids, **options), plain)

@@ -124,11 +124,8 @@ def test_one_column_is_a_mask_for_a_token_over_layers_of_any_length(package, mas
 
 @both
 def test_steps_are_observed_when_their_tokens_may_be_asked_for(package, model):
-    base = package.SnapKVPress(window_size=2)
-    press = package.DecodingPress(
-        base, compression_interval=6, target_size=16, hidden_states_buffer_size=3
-    )
-    seen = []
+    base, seen = package.SnapKVPress(window_size=2), []
+    press = package.DecodingPress(base, 6, target_size=16, hidden_states_buffer_size=3)
     with press(model):
         cache = prefilled(model)
         for _ in range(12):

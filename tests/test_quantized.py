@@ -163,13 +163,9 @@ def test_bytes_are_those_of_the_codes(package, backend, nbits):
 @pytest.mark.parametrize("name", LATER)
 def test_both_mechanisms_leave_the_same_bits(backend, nbits, name, model):
     given = [token_ids(2, LENGTH), token_ids(2, 3, seed=1), *token_ids(2, 10).split(1, dim=1)]
-    caches, logits = zip(
-        *(
-            ran(model, example_for(p, name, 0.5, model), given, quantized(model, backend, nbits))
-            for p in PACKAGES
-        ),
-        strict=True,
-    )
+    presses = [example_for(package, name, 0.5, model) for package in PACKAGES]
+    runs = [ran(model, press, given, quantized(model, backend, nbits)) for press in presses]
+    caches, logits = zip(*runs, strict=True)
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
     for one, other in zip(*(cache.layers for cache in caches), strict=True):
         assert_same_bits(one, other)

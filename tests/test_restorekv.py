@@ -70,9 +70,8 @@ def test_later_tokens_see_what_is_left_and_what_joined(package, implementation):
         logits = model(question, past_key_values=cache).logits
     whole(ids)
     shown = {}
-    for index, ((keys, values, positions), layer) in enumerate(
-        zip(kept, whole.cache.layers, strict=True)
-    ):
+    layers = enumerate(zip(kept, whole.cache.layers, strict=True))
+    for index, ((keys, values, positions), layer) in layers:
         layer.keys = torch.cat((layer.keys, keys[:, :, -8:]), dim=2)
         layer.values = torch.cat((layer.values, values[:, :, -8:]), dim=2)
         joined = range(LENGTH, LENGTH + 8)
@@ -136,10 +135,9 @@ def test_what_is_learned_brings_predictions_closer():
 
 
 def test_rows_without_a_context_teach_nothing():
+    model, rows = build("llama"), [token_ids(2, 16)]
     with pytest.raises(CalibrationError, match="16 tokens"):
-        hooks_impl.RestoreKVPress.fit(
-            build("llama"), [token_ids(2, 16)], n_following=8, prompts=PROMPTS
-        )
+        hooks_impl.RestoreKVPress.fit(model, rows, n_following=8, prompts=PROMPTS)
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -100,11 +100,9 @@ def in_generate(package, name, padding, attention):
     model = build("llama", attn_implementation=attention)
     ids, mask, _ = left_padded(2, 20, [padding, 0])
     caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)
-    given = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    given = {"attention_mask": mask, "max_new_tokens": 12} | GREEDY
     with PRESSES[name](package)(model):
-        found = [
-            model.generate(ids, attention_mask=mask, past_key_values=c, **given) for c in caches
-        ]
+        found = [model.generate(ids, past_key_values=cache, **given) for cache in caches]
     assert torch.equal(*found)
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 

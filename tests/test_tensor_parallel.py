@@ -150,9 +150,7 @@ def test_two_ranks_keep_what_one_process_keeps(of_ranks, case, name, mechanism):
         else:
             assert all(of_rank[0][layer] == expected for of_rank in found)
     for of_rank in found:
-        torch.testing.assert_close(
-            torch.tensor(of_rank[1]), torch.tensor(logits), rtol=0, atol=1e-5
-        )
+        assert of_rank[1] == pytest.approx(logits, rel=0, abs=1e-5)
         assert of_rank[2] == pytest.approx(evicted)
 
 

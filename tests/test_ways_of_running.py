@@ -221,9 +221,7 @@ def test_drafts_of_the_first_layers_are_left_alone(package, name):
 def test_what_is_cropped_was_never_there(package):
     """Neither in the cache nor in what the press has observed for its next step."""
     model, context, rest = make(), token_ids(1, LENGTH), token_ids(1, 12, seed=1)
-    press = package.DecodingPress(
-        package.ExpectedAttentionPress(), compression_interval=6, target_size=20
-    )
+    press = package.DecodingPress(package.ExpectedAttentionPress(), 6, target_size=20)
     logits = []
     for n_rejected in (0, 1):
         cache = DynamicCache(config=model.config)

@@ -142,10 +142,8 @@ def run(backend, case, mask=None, of=None, **kwargs):
         raise AssertionError("the model's own attention function was called")
 
     new = torch.full_like(case.query, float("nan"))  # what update returns is not to be read
-    module = (of or site()).module
-    output, weights = attend(
-        of or site(), case.layer, backend, untouched, module, case.query, new, new, mask, **kwargs
-    )
+    of, given = of or site(), (case.query, new, new, mask)
+    output, weights = attend(of, case.layer, backend, untouched, of.module, *given, **kwargs)
     assert weights is None
     assert output.is_contiguous()
     return output.transpose(1, 2)

@@ -182,6 +182,7 @@ def test_evictions_may_be_nested_in_any_way(steps):
             following = positions.shape[-1]
             rotary = _positions(list(range(following)))
     keys, is_whole = _at(call.keys, kept), torch.equal(kept, ALL) and rotary is None
+    rotated_at = kept if rotary is None else rotary
     if rotary is not None:  # as far as they are rerotated, keys of a context of tokens alone
         keys = site().rotary.rotate_to(site().rotary.rotate_from(keys, kept), rotary)
     for eviction in (from_left, from_right):
@@ -192,9 +193,7 @@ def test_evictions_may_be_nested_in_any_way(steps):
         assert torch.equal(eviction.values, _at(call.values, kept))
         assert eviction.next_position == following
         assert (eviction.rotary_positions is None) == (rotary is None)
-        assert torch.equal(
-            after.key_positions().expand_as(kept), kept if rotary is None else rotary
-        )
+        assert torch.equal(after.key_positions().expand_as(kept), rotated_at)
         assert after.budget is None, "of another press"
         assert after.attentions is (call.attentions if is_whole else None)
         if rotary is None:

@@ -267,14 +267,12 @@ def test_a_call_that_another_press_has_pruned_is_scored_over_what_is_left(same_h
     positions = torch.stack((tokens, other)).expand(BATCH, -1, -1)
     left = call.select(positions)
     before_rope = call.keys_before_rope().gather(2, positions[..., None].expand(-1, -1, -1, DIM))
-    torch.testing.assert_close(
-        leverage_scores(left.keys_before_rope(), SKETCH, 1), leverage_scores(before_rope, SKETCH, 1)
-    )
+    expected = leverage_scores(before_rope, SKETCH, 1)
+    torch.testing.assert_close(leverage_scores(left.keys_before_rope(), SKETCH, 1), expected)
     for_heads = positions.repeat_interleave(GROUP, dim=1)[..., None].expand(-1, -1, -1, DIM)
     queries = call.query.states.gather(2, for_heads)
-    torch.testing.assert_close(
-        _non_causal(left, CHUNK), non_causal_scores(queries, left.keys, left.values, CHUNK)
-    )
+    expected = non_causal_scores(queries, left.keys, left.values, CHUNK)
+    torch.testing.assert_close(_non_causal(left, CHUNK), expected)
     assert COMPACTOR.score(left).isfinite().all()
 
 
@@ -312,10 +310,8 @@ def test_a_call_of_a_decoding_step_is_scored_over_all_keys():
         at=Positions((cos[:, -4:], sin[:, -4:]), call.at.ids[:, -4:], rotary=call.at.ids[:, None]),
         budget=10,
     )
-    torch.testing.assert_close(
-        PRESSES["leverage"][0].score(step), PRESSES["leverage"][0].score(call)
-    )
+    torch.testing.assert_close(scores_of("leverage", step), scores_of("leverage", call))
     all_queries = call.query.states[:, :, -4:].repeat(1, 1, 6, 1)[:, :, -LENGTH:]
     repeated = replace(call, query=Query(all_queries), budget=10)
     for name in ("non-causal attention", "compactor"):
-        torch.testing.assert_close(PRESSES[name][0].score(step), PRESSES[name][0].score(repeated))
+        torch.testing.assert_close(scores_of(name, step), scores_of(name, repeated))

@@ -52,9 +52,7 @@ def weights(model, reading, layer, head, query, length, seen):
 
 def float64_llama(**options):
     """Two layers, four query and two KV heads; norms that do not round to float32."""
-    model = build(
-        "llama", num_layers=2, num_heads=4, num_kv_heads=2, dtype=torch.float64, **options
-    )
+    model = build("llama", dtype=torch.float64, **options)
     for module in model.modules():
         if isinstance(module, LlamaRMSNorm):
             module.forward = partial(_norm, module)

@@ -80,9 +80,8 @@ def test_what_a_file_says(tmp_path):
     model, ids = model_of(), token_ids(1, 40)
     press = hooks_impl.KnormPress(0.75)
     cache = filled(model, press, ids)
-    path = save_cache(
-        cache, tmp_path / "a.safetensors", model, press=press, input_ids=ids, notes={"tail": "!"}
-    )
+    told = {"press": press, "input_ids": ids, "notes": {"tail": "!"}}
+    path = save_cache(cache, tmp_path / "a.safetensors", model, **told)
     about = about_cache(path)
     assert about.press == "KnormPress(compression_ratio=0.75)"
     assert (about.n_seen, about.evicted, about.notes) == (40, 0.75, {"tail": "!"})

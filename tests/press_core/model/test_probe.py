@@ -134,9 +134,8 @@ def test_a_probe_leaves_what_other_threads_patch_meanwhile(package):
             thread = threading.Thread(target=off_and_on)
             thread.start()
             thread.join()
-        assert all(
-            bool((lengths == 20).all()) for lengths in kept_lengths(filled(model, None, ids))
-        )
+        found = kept_lengths(filled(model, None, ids))
+        assert all(bool((lengths == 20).all()) for lengths in found)
 
 
 def test_a_profiler_goes_on_behind_a_probe():
