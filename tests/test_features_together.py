@@ -292,30 +292,22 @@ def test_a_press_acts_before_a_forward():
 # ---- layers that slide, or read another's --------------------------------------------------------
 
 
-def sliding_model():
-    kinds = ["full_attention", "sliding_attention"]
+def test_a_cache_that_does_not_slide_where_the_model_does(package):
     config = transformers.Qwen2Config(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=16,
-        layer_types=kinds, max_window_layers=1,
+        layer_types=["full_attention", "sliding_attention"], max_window_layers=1,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.Qwen2ForCausalLM(config).eval()
-
-
-def test_a_cache_that_does_not_slide_where_the_model_does(package):
-    model, press = sliding_model(), package.DecodingPress(package.KnormPress(), 1, target_size=8)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    press = package.DecodingPress(package.KnormPress(), 1, target_size=8)
     bare = filled(model, None, token_ids(1, 40), DynamicCache())
     with pytest.raises(UnsupportedCacheError, match=r"config=model\.config"):
         ran(model, press, [token_ids(1, 1)], bare)
     ran(model, press, [token_ids(1, 1)], filled(model, None, token_ids(1, 40)))
     new = DynamicCache()
     new.layers.extend(type(bare.layers[0])() for _ in range(2))
-    lengths = [
-        x.tolist()
-        for x in kept_lengths(filled(model, package.KnormPress(0.5), token_ids(1, 40), new))
-    ]
-    assert lengths == [[[20, 20]], [[15, 15]]]
+    cache = filled(model, package.KnormPress(0.5), token_ids(1, 40), new)
+    assert [x.tolist() for x in kept_lengths(cache)] == [[[20, 20]], [[15, 15]]]
 
 
 @pytest.mark.parametrize(
