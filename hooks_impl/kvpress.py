@@ -77,7 +77,8 @@ class KvpressCompatible(Press):
         for name, (press, instead) in _NEVER_CALLED.items():
             if name in vars(cls) and any(base.__name__ == press for base in cls.__mro__[1:]):
                 raise PressError(f"{cls.__name__}.{name} would never be called here: {instead}")
-        if "forward_hook" in vars(cls) and "is_awaited" not in vars(cls):
+        has_own = cls.forward_hook is not KvpressCompatible.forward_hook
+        if has_own and "is_awaited" not in vars(cls):
             cls.is_awaited = lambda *_: True  # type: ignore[method-assign]  # as PyTorch calls it
         for name, translate in (("compress", _compressed), ("score", _scored)):
             method = inspect.getattr_static(cls, name, None)
@@ -128,8 +129,9 @@ class KvpressCompatible(Press):
         if type(self).forward_hook is KvpressCompatible.forward_hook:
             return engine.after_attention(scope, self, passed)
         passed.forward.acting[scope].depths.add(passed.site.place.depth)
-        module, before = view_of(passed.site), _named_as_before(passed.given.kwargs, passed.site)
-        kwargs = {**before, FORWARD: (scope, passed)}
+        module, kwargs = view_of(passed.site), passed.given.kwargs
+        kwargs = _named_as_before(kwargs, passed.site, passed.cache, passed.hidden_states)
+        kwargs[FORWARD] = scope, passed
         output = self.forward_hook(module, passed.given.args, kwargs, passed.output)
         if isinstance(module, AttentionView) and module.masked_key_indices is not None:
             raise UnsupportedInputError(
@@ -255,14 +257,17 @@ def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[A
     return view_of(call.site), *states, {**kwargs, **given, CALL: call}
 
 
-def _named_as_before(kwargs: Mapping[str, Any], site: AttentionSite) -> dict[str, Any]:
+def _named_as_before(
+    kwargs: Mapping[str, Any], site: AttentionSite, cache: Any = None, states: Any = None
+) -> dict[str, Any]:
     """A module's keyword arguments, and what else releases up to transformers 5.23 passed.
 
     The cache by another name; up to 5.2, the indices of the tokens among all.
     """
     before = {"past_key_values": kwargs["cache"]} if "cache" in kwargs else {}
     given = {**before, **kwargs}
-    cache, states = own_cache(given.get("past_key_values")), given.get("hidden_states")
+    cache = own_cache(given.get("past_key_values")) if cache is None else cache
+    states = given.get("hidden_states") if states is None else states
     if cache is not None and states is not None and "cache_position" not in given:
         end = int(cache.get_seq_length(site.layer_idx))
         given["cache_position"] = torch.arange(end - states.shape[1], end, device=states.device)

@@ -100,7 +100,7 @@ def _shares(presses: Sequence[Press]) -> dict[int, float]:
             press.with_ratio(0.5)
             kept[index] = 1 - press.requested_ratio
         except HyperparameterError:
-            if press.requested_ratio and press.evicts is not Evicts.CHANNELS:
+            if press.requested_ratio and press.evicts in (Evicts.TOKENS, Evicts.PER_HEAD):
                 raise
     if not kept:
         presses[-1].with_ratio(0.5)  # raises, and its message says what to do

@@ -277,7 +277,7 @@ def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def rotating_as_before(model: nn.Module) -> AbstractContextManager[None]:
     """Restore rotary modules that adapt to far positions at the end of the block."""
-    adapt = (m for m in model.modules() if any("max_seq_len_cached" in name for name in vars(m)))
+    adapt = (m for m in model.modules() if any("max_seq_len_cached" in name for name in [*vars(m)]))
     return restored(adapt)
 
 

@@ -25,8 +25,8 @@ def let_slide(scope: ScopeState, cache: Any) -> None:
 
 def refuse_full(scope: ScopeState, forward: Forward) -> None:
     """Raise if a press would prune, while decoding, a cache that such layers are missing from."""
-    acts = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
-    acts = acts and scope.press.evicts is not Evicts.NOTHING
+    phases = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+    acts = bool(phases) and scope.press.evicts is not Evicts.NOTHING
     layers = forward.cache.layers if isinstance(forward.cache, Cache) else []
     if forward.is_context or not acts or not layers:
         return
