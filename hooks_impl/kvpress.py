@@ -34,17 +34,11 @@ FORWARD = "attention_forward"
 """Keyword argument that passes the scope and the `AttentionPass` to a `forward_hook`."""
 
 SUPPORTED_MODELS = (PreTrainedModel,)
-"""For programs that check `isinstance(model, SUPPORTED_MODELS)`, as with kvpress: any model.
-
-Whether a press fits a model is checked when it is opened, which raises if it does not.
-"""
+"""For programs that check `isinstance(model, SUPPORTED_MODELS)`, as with kvpress: any model."""
 
 
 def is_prefilling(cache_position: Tensor, q_len: int) -> bool:
-    """Whether a forward of `q_len` tokens at `cache_position` `(q_len,)` found an empty cache.
-
-    For presses that use it in their own `forward_hook`, which gets `kwargs["cache_position"]`.
-    """
+    """Whether a forward of `q_len` tokens at `cache_position` `(q_len,)` found an empty cache."""
     return bool(cache_position[-1] < q_len)
 
 
@@ -260,10 +254,7 @@ def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[A
 def _named_as_before(
     kwargs: Mapping[str, Any], site: AttentionSite, cache: Any = None, states: Any = None
 ) -> dict[str, Any]:
-    """A module's keyword arguments, and what else releases up to transformers 5.23 passed.
-
-    The cache by another name; up to 5.2, the indices of the tokens among all.
-    """
+    """A module's keyword arguments, and those that releases up to transformers 5.23 passed."""
     before = {"past_key_values": kwargs["cache"]} if "cache" in kwargs else {}
     given = {**before, **kwargs}
     cache = own_cache(given.get("past_key_values")) if cache is None else cache
