@@ -25,11 +25,10 @@ def let_slide(scope: ScopeState, cache: Any) -> None:
 
 def refuse_full(scope: ScopeState, forward: Forward) -> None:
     """Raise if a press would prune, while decoding, a cache that such layers are missing from."""
-    phases = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
-    acts = bool(phases) and scope.press.evicts is not Evicts.NOTHING
-    layers = forward.cache.layers if isinstance(forward.cache, Cache) else []
-    if forward.is_context or not acts or not layers:
+    decodes = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+    if forward.is_context or not decodes or scope.press.evicts is Evicts.NOTHING:
         return
+    layers = forward.cache.layers if isinstance(forward.cache, Cache) else []
     found = [layers[index] for index in _sliding(scope) if index < len(layers)]
     if any(type(layer) is DynamicLayer for layer in found):
         raise UnsupportedCacheError(

@@ -27,11 +27,13 @@ from press_core.traits import Phase
 
 def require_room(scope: ScopeState, forward: Forward) -> None:
     """Raise if a context does not fit into a static cache; torch's own error says only an index."""
+    if not forward.is_context:
+        return
     scopes = scope.on_layers.by_scope  # where one prunes by chunk, each makes room for others
     by_chunk = any([other.traits.phases & Phase.CHUNKS for other in list(scopes)])
     n = forward.n_tokens + (0 if by_chunk else forward.n_remaining)
     for layer in getattr(forward.cache, "layers", []):
-        if forward.is_context and isinstance(layer, StaticLayer) and not layer.is_sliding:
+        if isinstance(layer, StaticLayer) and not layer.is_sliding:
             _require_room(n, layer.max_cache_len)
 
 
