@@ -16,8 +16,7 @@ from attention_patch.reversible import Patch, wrap
 from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.reading import helped
-from press_core.entry import before_attention, begin, joined_forward, leave, note_given
+from press_core.entry import before_attention, begin, joined_forward, leave
 from press_core.forward import Arguments, current, names_of
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
@@ -92,8 +91,7 @@ def _forward(
     if forward.reading is layer:  # another scope has prepared this call
         return call_next(*args, **kwargs)
     attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
-    given = helped(forward, site, given, layer, attends=attends)
-    note_given(forward, site, given)
+    given = before_attention(forward, site, given, attends)
     if not attends:
         return call_next(*given.args, **given.kwargs)
     override = partial(attend, site, layer, backend)

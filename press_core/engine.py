@@ -12,7 +12,7 @@ from press_core.cache.masks import for_full_attention, visible_tokens
 from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.slots import filled_columns, need_masks_beside, occupied_slots
+from press_core.cache.slots import need_masks_beside, occupied_slots
 from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -180,11 +180,9 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     says = type(press).keeps is not Press.keeps  # else its formula decides
     if says and not press.acts_on(layer.n_slots):
         return
-    keys, values = layer.states()
-    given_mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
-    mask = for_full_attention(given_mask)
-    if not isinstance(mask, Tensor) or mask.dim() == 4:  # `generate` made it for a buffer's slots
-        mask = filled_columns(mask, layer, n)
+    keys, values = (x.to(layer.device) for x in layer.states())
+    mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
+    mask = for_full_attention(mask)
     occupied = occupied_slots(mask, layer, n, n_held=0)
     last, rotary = first_position(ids, mask, layer, n) - 1, None
     if press.needs & Needs.ROPE or layer.is_rerotated:

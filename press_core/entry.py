@@ -27,14 +27,15 @@ from press_core.cache.caches import (
     put_back_reset,
 )
 from press_core.cache.memory import FIRST
+from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     HIDDEN_CONTEXT,
     helped,
     is_built_for_slots,
     needs_help,
-    one_mask,
     with_counted_columns,
+    with_filled_columns,
     with_newest_columns,
 )
 from press_core.cache.slots import need_masks_beside, note_masked
@@ -48,6 +49,9 @@ from press_core.traits import Phase
 
 GIVEN = "given"
 """In `Forward.notes`, with the index of a layer: by name, what its module was given."""
+
+MASK, MADE = "attention_mask", "made"
+"""The decoder's mask; in `Forward.notes`, the one made for a scope and the caller's instead."""
 
 
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
@@ -137,14 +141,15 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         _continue(scope, forward)
     layers = pruned_layers(forward.cache)
     forward.given = with_counted_columns(forward, layers)
-    forward.helps = needs_help(forward, layers)
+    forward.helps, given = needs_help(forward, layers), forward.given
     if forward.helps:
         note_masked(forward)
-        forward.reading, forward.given = one_mask(forward, scope.sites[0], layers)
+        forward.reading, given = one_mask(forward, scope.sites[0], layers)
         forward.helps = forward.reading is None
+    forward.notes[MADE] = given.get(MASK), forward.given.get(MASK)
     _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
-    return forward.given
+    return given
 
 
 def _settle_layers(scope: ScopeState, forward: Forward) -> None:
@@ -182,7 +187,9 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
     forward = current.forward
     if forward is None or forward.decoder is not scope.decoder or scope in forward.entered:
         return Forward(scope.decoder, given, outer=forward)
-    forward.given = given
+    made, own = forward.notes.get(MADE, (None, None))
+    is_made = made is not None and given.get(MASK) is made
+    forward.given = given.replace(**{MASK: own}) if is_made else given
     return forward
 
 
@@ -235,12 +242,14 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
 
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
     is_of_slots = is_built_for_slots(forward)  # asked before the slots change
-    first = known(forward.cache, scope.first)
+    first, given = known(forward.cache, scope.first), forward.given
     n_filled = first.n_old + first.n_recent
+    forward.given = with_filled_columns(forward, first)
     for site in scope.sites:
         prune_before(scope, forward, site)
+    forward.given = given
     need_masks_beside(forward.cache, scope.sites[0])
-    forward.forget(HIDDEN_CONTEXT)
+    forward.notes.pop((HIDDEN_CONTEXT,), None)  # layers have changed
     if is_of_slots and known(forward.cache, scope.first) is not first:
         forward.given = with_newest_columns(forward, n_filled)
 
@@ -301,17 +310,22 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
 # ---- attention modules that read a cache ---------------------------------------------------------
 
 
-def before_attention(forward: Forward, site: AttentionSite, given: Arguments) -> Arguments:
+def before_attention(
+    forward: Forward, site: AttentionSite, given: Arguments, attends: bool = False
+) -> Arguments:
     """The arguments to call an attention module with, in a forward that reads pruned layers.
 
     A module that reads another one's layer reads the states that the other one has read, which may
     have been pruned since.
+
+    Args:
+        attends: whether an attention function of this library reads the layer.
     """
     if not forward.helps or forward.cache is None:
         return given
     if site.place.owner is None:
-        given = helped(forward, site, given, forward.cache.layers[site.layer_idx])
-        note_given(forward, site, given)
+        given = helped(forward, site, given, forward.cache.layers[site.layer_idx], attends)
+        forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
         return given
     owner: dict[str, Any] = forward.notes.get((GIVEN, site.place.owner), {})
     n, taken = given.get("hidden_states").shape[1], owner.keys() & {*given.names, *given.kwargs}
@@ -320,11 +334,6 @@ def before_attention(forward: Forward, site: AttentionSite, given: Arguments) ->
 
 _READ = {"attention_mask": (4, -2), "position_embeddings": (3, -2), "position_ids": (2, -1)}
 """What depends on the layer that is read: its least number of dimensions, which one is tokens."""
-
-
-def note_given(forward: Forward, site: AttentionSite, given: Arguments) -> None:
-    """Note what modules that read the layer of `site`, too, are to be given."""
-    forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
 
 
 def _last(given: Any, n: int, least: int, dim: int) -> Any:

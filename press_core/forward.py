@@ -191,10 +191,6 @@ class Forward:
             self.notes[known] = key, make()  # keeps the key alive, so that its id is not reused
         return self.notes[known][1]
 
-    def forget(self, key: str) -> None:
-        """Let `once` make something anew, as layers have changed."""
-        self.notes.pop((key,), None)
-
     @property
     def runs(self) -> bool:
         """Whether it is still running, in any thread."""

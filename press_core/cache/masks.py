@@ -69,12 +69,9 @@ def columns_seen(mask: Any, n_queries: int, n: int, device: torch.device | str =
     """
     if mask is None:
         return causal(n_queries, n, device)[None, None]
-    if isinstance(mask, BlockMask):
-        return columns_from(mask, n_queries, mask.seq_lengths[1] - n, n)
-    columns = is_visible(mask[..., mask.shape[-1] - n :])
-    if mask.dim() == 2:
-        return columns[:, None, None] & causal(n_queries, n, mask.device)
-    return columns[:, :, columns.shape[2] - n_queries :]
+    seen = columns_from(mask, n_queries, mask.shape[-1] - n, n)
+    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
+    return seen & causal(n_queries, n, mask.device) if is_2d else seen
 
 
 def columns_from(mask: Any, n_queries: int, first: Any, n: int) -> Tensor:
@@ -87,14 +84,15 @@ def columns_from(mask: Any, n_queries: int, first: Any, n: int) -> Tensor:
         first: a number, or a tensor on the device of `mask`.
 
     Returns:
-        `(1 or B, 1 or H, q, n)` bool, False for columns past the end.
+        `(1 or B, 1 or H, q, n)` bool, True for columns before the first, False past the last.
     """
     if isinstance(mask, BlockMask):
         tokens = torch.arange(max(n, n_queries), device=mask.kv_num_blocks.device)
         queries = mask.seq_lengths[0] - n_queries + tokens[:n_queries, None]
         return _sees(mask, queries, first + tokens[:n])
     columns, last = first + torch.arange(n, device=mask.device), mask.shape[-1] - 1
-    seen = is_visible(mask.index_select(-1, columns.clamp(max=last))) & (columns <= last)
+    seen = is_visible(mask.index_select(-1, columns.clamp(min=0, max=last)))
+    seen = seen & (columns <= last) | (columns < 0)
     return seen[:, None, None] if mask.dim() == 2 else seen[:, :, seen.shape[2] - n_queries :]
 
 

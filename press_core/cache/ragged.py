@@ -175,7 +175,7 @@ class RaggedLayer(InPlaceLayer):
         return self.kept.n_seen
 
     def old_seen(self, context: Tensor | None) -> Tensor | None:
-        return context
+        return None if context is None else context[..., : self.n_old]
 
     def lengths(self) -> Tensor:
         return torch.tensor(self.counts, device=self.device).view(-1, self.n_heads)

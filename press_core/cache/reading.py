@@ -1,5 +1,6 @@
 """Reading pruned layers: the masks and positions that a forward over them needs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor
 from press_core.cache import masks
 from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.slots import MASKED, Masked
+from press_core.cache.slots import MASKED, Masked, filled_columns
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
-from press_core.forward import Arguments, Forward, OneMask
+from press_core.forward import Arguments, Forward
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
 
@@ -142,12 +143,13 @@ def _hidden_context(forward: Forward) -> Tensor | None:
         return None
     if not torch.compiler.is_compiling() and not is_built_for_slots(forward):
         masks.refuse_bias(mask)
-    first, kept = layers[0], layers[0].kept
-    if mask.dim() == 2:
-        of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens
+    first, latest = layers[0], max([layer.kept.n_seen for layer in layers])
+    kept = [layer.kept for layer in layers if layer.kept.n_seen == latest][0]
+    if mask.dim() == 2:  # with a shift, it is cut to the tokens that the model counts
+        of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens and not first.kept.shift
     else:
         of_tokens = is_of_tokens(forward, first)
-    if not of_tokens or first.is_rerotated:  # the latter is refused elsewhere
+    if not of_tokens:
         return None
     if not torch.compiler.is_compiling() and mask.dim() == 2 and bool(mask.all()):
         return None
@@ -159,79 +161,37 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     return seen if bool(hides.any()) else None
 
 
-def one_mask(
-    forward: Forward, site: AttentionSite, layers: list[PrunedLayer]
-) -> tuple[OneMask | None, Arguments]:
-    """Whether the model's one mask can serve all pruned `layers`, though they need help.
+def with_filled_columns(forward: Forward, first: PrunedLayer) -> Arguments:
+    """The decoder's arguments, without the columns of a mask for slots of `first` that are empty.
 
-    Args:
-        site: one of the sites that read them.
-
-    Returns:
-        How the mask serves them (None: every layer needs its own mask), and the decoder's
-        arguments.
+    The last column of a mask is then that of the last token, for layers of any length.
     """
-    given, own = forward.given, ReadingNeeds.ATTENTION
-    if torch.compiler.is_compiling() or any(own & x.needs or x.is_rerotated for x in layers):
-        return None, given
-    if any(layer.kept.is_padded for layer in layers):
-        mask = _mask_of_slots(forward, layers)
-        if mask is not None:
-            return OneMask.OF_SLOTS, given.replace(attention_mask=mask)
-    elif _spreads_a_column(forward, site, layers):
-        return OneMask.OF_ONE_COLUMN, given
-    return None, given
-
-
-def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[PrunedLayer]) -> bool:
-    """Whether this is one token that sees everything, in eager attention.
-
-    A mask of one column is then broadcast over the logits of layers of any length.
-    """
-    mask = forward.given.get("attention_mask")
-    spread = site.attn_implementation == "eager" and site.signature.hands_on
-    spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
-    sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
-    return spread and forward.n_tokens == 1 and sees_all
-
-
-def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None:
-    """A mask `(B, n_seen + q)` whose last columns say which slots hold tokens; None: not possible.
-
-    All layers must hold the same slots. The columns before those hide tokens such that each row's
-    number of visible columns, by which models count positions, stays the same.
-    """
-    first, q, mask = layers[0], forward.n_tokens, forward.given.get("attention_mask")
-    held = {(layer.kept.rows, layer.n_slots, layer.n_seen) for layer in layers}
-    same = len(held) == 1 and len(layers) == len(forward.cache.layers)
-    if not same or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
-        return None
-    if hidden_context(forward) is not None:
-        return None
-    kept, visible = first.kept, masks.is_visible(mask)
-    occupied = kept.occupied(mask.device)
-    assert occupied is not None
-    n_before = kept.n_seen - kept.n_slots
-    n_hidden = visible[:, : kept.n_seen].sum(dim=1) - occupied.sum(dim=1)
-    if bool(((n_hidden < 0) | (n_hidden > n_before)).any()):
-        return None
-    before = torch.arange(n_before, device=mask.device) < n_hidden[:, None]
-    columns = torch.cat((before, occupied, visible[:, kept.n_seen :]), dim=1)
-    return columns.to(mask.dtype)
+    return _with_columns(forward, lambda mask: filled_columns(mask, first, forward.n_tokens))
 
 
 def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
-    """The decoder's arguments, with only the new tokens' columns of a mask built for slots.
+    """The decoder's arguments, with the columns of a mask built for slots that layers still need.
 
-    For a cache that was pruned since it was built.
+    For a cache that was pruned since it was built: those of the tokens that a layer has appended
+    after its pruning, and of new ones.
 
     Args:
         n_filled: number of slots that were filled then.
     """
-    mask, forward.notes[BUILT_FOR_SLOTS] = forward.given.get("attention_mask"), False
-    newest = masks.part_of(masks.for_full_attention(mask), n_filled, forward.n_tokens)
-    newest = {**mask, "full_attention": newest} if isinstance(mask, dict) else newest
-    return forward.given.replace(attention_mask=newest)
+    forward.notes[BUILT_FOR_SLOTS] = False
+    n = max([layer.n_recent for layer in pruned_layers(forward.cache)], default=0)
+    part = n_filled - n, n + forward.n_tokens
+    return _with_columns(forward, lambda mask: masks.part_of(mask, *part))
+
+
+def _with_columns(forward: Forward, cut: Callable[[Any], Any]) -> Arguments:
+    """The decoder's arguments, with a mask for full attention that is not of tokens `cut`."""
+    given = forward.given.get("attention_mask")
+    mask = masks.for_full_attention(given)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return forward.given
+    mask = {**given, "full_attention": cut(mask)} if isinstance(given, dict) else cut(mask)
+    return forward.given.replace(attention_mask=mask)
 
 
 # ---- layer by layer ------------------------------------------------------------------------------
@@ -262,7 +222,7 @@ def helped(
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens)
     fitting = forward.once(
         lambda: _mask(forward, site, mask, layer),
-        *("mask", mask, columns, layer.n_old, layer.kept.rows or ()),
+        *("mask", mask, columns, layer.n_old, layer.kept.n_seen, layer.kept.rows or ()),
         *(attends, hidden_context(forward) is not None and layer),
     )
     return given if fitting is mask else given.replace(attention_mask=fitting)
@@ -286,7 +246,8 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     # `generate` of transformers 5.2 counts other tokens than a cache of rerotated keys, and would
     # let them see slots of a buffer that are still empty.
     masked: Masked | None = forward.notes.get(MASKED)
-    shifted = layer.is_rerotated or (masked is not None and masked.n_old != layer.n_old)
+    when = layer.n_old, layer.kept.n_seen
+    shifted = layer.is_rerotated or (masked is not None and masked[:2] != when)
     fits = fits and (layer.room is None or not shifted)
     sees_all = mask is None and q == 1 and layer.room is None
     if fits and (sees_all or not own) and old is None and not is_of_tokens(forward, layer):

@@ -21,11 +21,13 @@ class Masked(NamedTuple):
 
     Attributes:
         n_old: mask columns of its pruned part.
+        n_seen: tokens seen up to its last pruning.
         n_counted: tokens appended after pruning, before this forward; a tensor in a buffer.
         columns: of the mask.
     """
 
     n_old: int
+    n_seen: int
     n_counted: Any
     columns: int
 
@@ -35,7 +37,7 @@ def note_masked(forward: Forward) -> None:
     layer = mask_layer(forward.cache)
     if isinstance(layer, PrunedLayer):
         columns = layer.columns(forward.n_tokens)
-        forward.notes[MASKED] = Masked(layer.n_old, layer.n_counted, columns)
+        forward.notes[MASKED] = Masked(layer.n_old, layer.kept.n_seen, layer.n_counted, columns)
 
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:

@@ -54,6 +54,11 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
         return None
     else:
         layer = _even(old, decisions)
+    if lost := old.carried.keys() - layer.carried.keys():
+        raise UnsupportedInputError(
+            f"a press has stored {', '.join(sorted(lost))} with this cache for its next pruning, "
+            "after which keys stand elsewhere than their positions say; let no other press prune it"
+        )
     _remember(layer, old, decisions, key)
     cache.layers[index] = layer
     layer.is_first = mask_layer(cache) is layer

@@ -70,13 +70,15 @@ def prefill(
     if past_key_values is None:
         raise UnsupportedInputError("prefill puts all chunks into one cache; pass a DynamicCache()")
     output, length, cached = None, input_ids.shape[1], with_cache(model, past_key_values)
+    hides = attention_mask is not None and not bool(attention_mask.all())
     for start in range(0, length, chunk_size):
         stop = min(start + chunk_size, length)
         given = dict(kwargs)
         if attention_mask is not None:
             given["attention_mask"] = attention_mask[:, :stop]
-            positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
-            given.setdefault("position_ids", positions[:, start:stop])
+            if hides:  # else the model takes positions by itself, which need not begin at 0
+                positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+                given.setdefault("position_ids", positions[:, start:stop])
         before, _announced.n_remaining = _announced.n_remaining, length - stop
         try:
             output = model(input_ids[:, start:stop], **cached, **given)
