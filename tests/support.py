@@ -5,7 +5,7 @@ import itertools
 import os
 import pickle
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -134,6 +134,18 @@ def ran(model, press, given, cache=None, **inputs):
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad(), nullcontext() if press is None else press(model):
         return cache, [model(ids, **with_cache(model, cache), **inputs).logits for ids in given]
+
+
+def nested(*presses):
+    """Opens the scopes of several presses, the first outermost."""
+
+    def opened(model):
+        scopes = ExitStack()
+        for press in presses:
+            scopes.enter_context(press(model))
+        return scopes
+
+    return opened
 
 
 def filled(model, press, ids, cache=None, **inputs):

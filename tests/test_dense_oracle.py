@@ -18,7 +18,7 @@ import hooks_impl
 from attention_patch import headwise
 from experiments.testbed.families import supported_implementations
 from press_core import UnsupportedInputError, attention_sites, kept_positions
-from tests.support import both, build, context_for, example_for, left_padded, token_ids
+from tests.support import both, build, context_for, example_for, left_padded, nested, token_ids
 
 CONTEXT, TURNS = 60, (5, 1, 3)
 OTHER_STATES = {
@@ -186,6 +186,10 @@ HELD = {
     "by head": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=4)),
     "by threshold": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=8),
     "nothing evicted": lambda p: p.KnormPress(0.0),
+    "at different times": lambda p: p.PrefillDecodingPress(
+        p.PerLayerCompressionPress(p.KnormPress(), [0.8, 0.2]),
+        p.DecodingPress(p.KnormPress(), 2, 24),
+    ),
 }
 """A press for each way in which layers hold what is left."""
 
@@ -197,6 +201,15 @@ HELD = {
 def test_every_kind_of_layer_with_padding(package, held, mask, form, reading):
     ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
     found = differs(HELD[held](package), ids, [0, 13], mask, form, reading=reading)
+    assert found < TOLERANCE[form]
+
+
+@pytest.mark.parametrize("form", ["sdpa", "eager"])
+@pytest.mark.parametrize("held", ["even", "uneven", "nothing evicted", "at different times"])
+def test_two_scopes_with_padding(package, held, form):
+    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
+    two = nested(package.KnormPress(0.5), package.StreamingLLMDecodingPress(999))
+    found = differs(HELD[held](package), ids, [0, 13], "whole", form, reading=two)
     assert found < TOLERANCE[form]
 
 
@@ -228,7 +241,7 @@ def test_groups_of_heads(package, num_kv_heads):
     assert differs(HELD["by threshold"](package), ids, [0], "whole", **heads) < 1e-9
 
 
-@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("held", [held for held in HELD if held != "at different times"])
 def test_masks_that_differ_from_head_to_head(package, held):
     ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
     found = differs(HELD[held](package), ids, [0, 13], "other for each query", heads=4)

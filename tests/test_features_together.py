@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import hooks_impl
 import patch_impl
@@ -80,6 +80,18 @@ def test_a_mask_that_hides_tokens_is_read_anew_once_a_scope_has_pruned(package):
             mask[0, 5] = 0
             model(token_ids(1, 1), past_key_values=cache, attention_mask=mask)
     assert kept_lengths(cache)[0].tolist() == [[17, 17]]
+
+
+def test_a_mask_hides_context_tokens_behind_rerotated_keys(package):
+    model, press = build("llama"), package.KeyRerotationPress(package.StreamingLLMPress(0.5))
+    cache, _ = ran(model, press, [token_ids(1, 20)])
+    without = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        without.update(*(x[:, :, [0, *range(2, 10)]] for x in layer.states()), index)
+    mask, new = torch.arange(21)[None, None, None] != 1, [token_ids(1, 1)]
+    _, found = ran(model, press, new, cache, attention_mask=mask)
+    _, expected = ran(model, None, new, without, position_ids=torch.tensor([[10]]))
+    torch.testing.assert_close(found, expected)
 
 
 # ---- presses in each other and beside each other -------------------------------------------------
@@ -251,8 +263,9 @@ def test_rows_that_are_rerotated_beside_rows_that_are_not():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("n_steps", [2, 12])
 @pytest.mark.parametrize("phase", [Phase.DECODING, Phase.BEFORE_DECODING])
-def test_layers_that_a_later_pruning_makes_unequal(attention, phase):
+def test_layers_that_a_later_pruning_makes_unequal(attention, phase, n_steps):
     class FirstLayer(patch_impl.BasePress):
         phases, due = Phase.PREFILL | phase, True
 
@@ -265,17 +278,19 @@ def test_layers_that_a_later_pruning_makes_unequal(attention, phase):
                 return Eviction.nothing(call)
             return Eviction.keep(call, torch.arange(8).expand(*call.keys.shape[:2], -1))
 
-    model, press = build("llama", attn_implementation=attention), FirstLayer()
-    with torch.no_grad(), press(model):
-        cache, _ = ran(model, None, [token_ids(1, n) for n in (20, 1, 1)])
-        press.due = False
-        n_first = 8 + (phase is Phase.BEFORE_DECODING)  # and the step's own token
-        assert [n.tolist() for n in kept_lengths(cache)] == [[[n_first] * 2], [[10, 10]]]
-        (_, (together,)), (_, alone) = (
-            ran(model, None, parts, deepcopy(cache))
-            for parts in ([token_ids(1, 3)], token_ids(1, 3).split(1, dim=1))
-        )
-    torch.testing.assert_close(together, torch.cat(alone, dim=1))
+    model, logits = build("llama", attn_implementation=attention), []
+    for made in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=64)):
+        press = FirstLayer()
+        with torch.no_grad(), press(model):
+            cache, _ = ran(model, None, [token_ids(1, n) for n in (20, *[1] * n_steps)], made)
+            press.due = False
+            n_first = 8 + (phase is Phase.BEFORE_DECODING)  # and the step's own token
+            n_held = [n.tolist() for n in kept_lengths(cache)]
+            assert n_held == [[[n_first] * 2], [[8 + n_steps] * 2]]
+            for parts in ([token_ids(1, 3)], token_ids(1, 3).split(1, dim=1)):
+                logits.append(torch.cat(ran(model, None, parts, deepcopy(cache))[1], dim=1))
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0])
 
 
 def test_a_press_acts_before_a_forward():
@@ -329,8 +344,9 @@ def test_shared_layers_are_read_alike_by_headwise(package, make):
 def test_rotated_sinks_are_not_taken_for_others(package):
     model, streaming = build("llama"), package.StreamingLLMDecodingPress
     cache, _ = ran(model, streaming(16, 4, rerotate=True), [token_ids(1, 30), token_ids(1, 1)])
-    for other in (streaming(16, 8, rerotate=True), streaming(16, 4)):
-        with pytest.raises(UnsupportedInputError, match="n_sink=4"):
+    decoding = package.DecodingPress(package.KnormPress(), 1, 8)
+    for other in (streaming(16, 8, rerotate=True), streaming(16, 4), decoding):
+        with pytest.raises(UnsupportedInputError, match="sinks"):
             ran(model, other, [token_ids(1, 1)], deepcopy(cache))
 
 
@@ -353,6 +369,13 @@ def test_a_refused_crop_leaves_rerotated_layers_of_unlike_lengths_usable(package
     with pytest.raises(UnsupportedCacheError, match=r"crop|remove"):
         cache.crop(-5)
     ran(model, press, [token_ids(1, 1)], cache)
+
+
+def test_chunks_begin_at_the_position_that_the_model_counts_from():
+    model, ids = build_tiny(decoders()["roberta"]), token_ids(1, 20)
+    given = {"attention_mask": torch.ones_like(ids)}
+    chunked = prefill(model, ids, DynamicCache(config=model.config), 7, **given).logits[:, -1]
+    torch.testing.assert_close(chunked, model(ids, **given).logits[:, -1])
 
 
 def test_a_context_in_chunks_that_a_static_cache_cannot_hold(package):

@@ -11,7 +11,7 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
 from press_core.running import static
-from tests.support import GREEDY, both, build, in_turn, left_padded, token_ids
+from tests.support import GREEDY, both, build, in_turn, left_padded, nested, token_ids
 
 PRESSES = {
     "keys": lambda p: p.KnormPress(0.5),
@@ -23,6 +23,9 @@ PRESSES = {
     "turns": lambda p: p.EveryTurnPress(p.KnormPress(), target_size=10),
     "heavy hitters": lambda p: p.H2OPress(0.5),
     "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=12),
+    "streaming behind layers": lambda p: nested(
+        PRESSES["layers"](p), p.StreamingLLMDecodingPress(max_capacity=12)
+    ),
 }
 FORWARDS = 1, 1, 1, 1, 3, 1, 1
 """New tokens of the forwards after the context."""

@@ -58,7 +58,7 @@ def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None
     number of visible columns, by which models count positions, stays the same.
     """
     first, q, mask = layers[0], forward.n_tokens, forward.given.get("attention_mask")
-    held = {(layer.kept.rows, layer.n_slots, layer.n_seen) for layer in layers}
+    held = {(layer.kept.rows, layer.n_slots, layer.n_seen, layer.room) for layer in layers}
     same = len(held) == 1 and len(layers) == len(forward.cache.layers)
     if not same or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
         return None

@@ -144,7 +144,7 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     if not torch.compiler.is_compiling() and not is_built_for_slots(forward):
         masks.refuse_bias(mask)
     first, latest = layers[0], max([layer.kept.n_seen for layer in layers])
-    kept = [layer.kept for layer in layers if layer.kept.n_seen == latest][0]
+    kept = next(layer.kept for layer in layers if layer.kept.n_seen == latest)
     if mask.dim() == 2:  # with a shift, it is cut to the tokens that the model counts
         of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens and not first.kept.shift
     else:
