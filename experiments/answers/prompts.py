@@ -11,7 +11,7 @@ GREEDY = {
     **{"num_beams": 1, "num_return_sequences": 1},
     **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
 }
-"""Default arguments of `generate`, which override the model's own `generation_config`."""
+"""Arguments of `generate` unless others are given, whatever the model's own configuration says."""
 
 OWN = {"attention_mask", "input_ids", "inputs", "inputs_embeds", "past_key_values", "position_ids"}
 """Arguments of `generate` that say what it reads."""
@@ -59,8 +59,9 @@ def generation_of(given: Mapping[str, Any]) -> dict[str, Any]:
     config = given.get("generation_config")
     wanted = given.get("max_new_tokens", getattr(config, "max_new_tokens", None) or 50)
     check_limit("max_new_tokens", wanted, 1)
-    default = {} if config is not None or given.get("do_sample") else GREEDY
-    return {**default, **given, "max_new_tokens": wanted}
+    if not given.get("do_sample", getattr(config, "do_sample", None)):
+        given = {n: v for n, v in GREEDY.items() if getattr(config, n, None) is None} | {**given}
+    return {**given, "max_new_tokens": wanted}
 
 
 def chosen(name: str, options: Mapping[str, Any], default: Any) -> Any:
