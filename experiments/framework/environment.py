@@ -61,9 +61,9 @@ def _processor() -> str | None:
     return found[1] if found else platform.processor() or None
 
 
-def commit() -> str | None:
+def commit() -> str:
     """The git commit of this code, with "+changes" and a digest of the sources if what results
-    depend on differs from it, or holds further files; None if unknown."""
+    depend on differs from it, or holds further files, or if the commit is "unknown"."""
 
     def git(*args: str) -> subprocess.CompletedProcess[str]:
         command = ["git", "-C", str(_ROOT), *args]
@@ -74,7 +74,7 @@ def commit() -> str | None:
             commit = git("rev-parse", "HEAD").stdout.strip()
             changed = git("status", "--porcelain", "--", *_CODE).stdout
             return f"{commit}+changes {code_digest()}" if changed else commit
-    return None  # installed, perhaps inside another repository
+    return f"unknown+changes {code_digest()}"  # installed, perhaps inside another repository
 
 
 def code_digest() -> str:

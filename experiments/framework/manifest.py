@@ -39,7 +39,7 @@ class Entry(BaseModel, frozen=True, strict=True):
         error: why it failed, in one line; None if it did not.
         tables: names of its CSV files, without suffix.
         figures: by name of an SVG file, without suffix, what it shows, in words.
-        commit: commit of the code that ran it; None if unknown.
+        commit: commit of the code that ran it; None in manifests of older versions.
         date: when it began; empty in manifests of older versions.
         versions: versions of the libraries that it ran with.
         repeat: the command that repeats it; empty: the experiment's own.

@@ -252,14 +252,15 @@ def test_other_weights_or_another_template_are_another_model(tmp_path):
     assert len({model_fingerprint("facts-llama"), asked_otherwise, model_fingerprint(folder)}) == 3
 
 
-def test_other_code_is_another_set_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize("status", [0, 128])  # of git, which may know nothing of this code
+def test_other_code_is_another_set_up(tmp_path, monkeypatch, status):
     assert all((environment._ROOT / part).exists() for part in environment._CODE)
     (tmp_path / "press_core").mkdir()
     (tmp_path / "press_core" / "a.py").write_text("x = 1")
     monkeypatch.setattr(environment, "_ROOT", tmp_path)
     monkeypatch.setattr(environment, "_CODE", ("press_core",))
     # What git prints: a commit, and that something was changed.
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: Mock(returncode=0, stdout="0a1b"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: Mock(returncode=status, stdout="0a1b"))
     before = environment.code_digest(), environment.commit()
     (tmp_path / "press_core" / "a.py").write_text("x = 2")
     assert not {environment.code_digest(), environment.commit()} & {*before}
