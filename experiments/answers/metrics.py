@@ -71,6 +71,12 @@ def last_word(prediction: str, answers: Sequence[str]) -> float:
     return float(bool(words) and words[-1] in (answer.strip() for answer in answers))
 
 
+def first_number(prediction: str, answers: Sequence[str]) -> float:
+    """Whether the first number, without its sign, is the reference (InfiniteBench's math_find)."""
+    found = re.search(r"\d+(?:\.\d+)?", prediction)
+    return float(found is not None and float(found[0]) == float(answers[0]))
+
+
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the reference numbers before the first wrong one (InfiniteBench's math_calc)."""
     found = [str(int(digits)) for digits in re.findall(r"[0-9]+", prediction)]
@@ -173,11 +179,12 @@ METRICS: dict[str, Metric] = {
         metric.__name__: metric
         for metric in (
             *(match_all, match_any, f1, choice),
-            *(numbers, first_numbers, last_word, code, boxed),
+            *(numbers, first_number, first_numbers, last_word, code, boxed),
         )
     },
-    "first_number": first(r"-?\d+(?:\.\d+)?"),  # InfiniteBench
-    "letter": first(r"\b[A-D]\b"),  # InfiniteBench: that stands alone
+    "first_digits": first(r"\d+"),  # InfiniteBench
+    # InfiniteBench: the one that an answer starts with, or else the last one that stands alone
+    "letter": first(r"(?:^\s*(?=[A-D][.:])|.*\b)([A-D])\b"),
     "named_letter": first(r"The correct answer is[ *(]*([A-D])\b"),  # LongBench-v2
     "f1_zh": partial(f1, words=chinese_words),
     "f1_characters": partial(f1, words=_bare),
