@@ -3,16 +3,19 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.progress import Progress
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.options import checked_positive_share, several
 from experiments.framework.plots import is_own
+
+ReturnT = TypeVar("ReturnT")
 
 # ---- fields of options ---------------------------------------------------------------------------
 
@@ -82,7 +85,8 @@ def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = 
     """
     how: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
     where = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, "-m", *arguments], input=given, env=where, **how)
+    with refusing(f"cannot run {python}", OSError, advice=otherwise):
+        done = subprocess.run([python, "-m", *arguments], input=given, env=where, **how)
     if done.returncode:
         said = [line.strip("│ ") for line in done.stderr.splitlines() if re.search(r"\w", line)]
         reason = said[-1] if said else "no message"
@@ -96,3 +100,14 @@ def printed_by(python: Path, *arguments: str, given: str = "", otherwise: str = 
 def print_left_out(progress: Progress, what: str, reason: object) -> None:
     """Print above the progress bar what is not measured, and why."""
     progress.console.print(f"left out: {what}: {reason}", style="yellow", markup=False)
+
+
+def or_left_out(
+    progress: Progress, what: str, measure: Callable[..., ReturnT], *args: Any
+) -> ReturnT | None:
+    """What `measure` returns; if it is refused, None, which is printed: the rest is not lost."""
+    try:
+        return measure(*args)
+    except UserError as error:
+        print_left_out(progress, what, error)
+        return None

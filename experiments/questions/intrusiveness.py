@@ -55,10 +55,16 @@ class Options:
         tuple[Path, ...],
         typer.Option(
             help="Virtual environment with libraries to audit. Repeatable.",
-            show_default=f"{' and '.join(ENVIRONMENTS)}, if they exist",
+            show_default=f"{' and '.join(ENVIRONMENTS)}, if make has installed them",
             callback=checking(_has_python, "{} has no bin/python: it is no virtual environment"),
         ),
     ] = ()
+
+    @property
+    def environments(self) -> Iterable[Path]:
+        """The given environments, or those that make has installed to the end."""
+        made = (shared.ROOT / name for name in ENVIRONMENTS)
+        return self.environment or [each for each in made if (each / ".installed").exists()]
 
 
 class PlantedError(RuntimeError):
@@ -236,10 +242,10 @@ class Intrusiveness(Experiment[Options]):
             `intrusiveness_exits`: entries left behind by mechanism and `exit`;
             `intrusiveness_libraries`: see `of_libraries`.
         """
-        found = [*filter(_has_python, map(shared.ROOT.joinpath, ENVIRONMENTS))]
         changes, exits = [], []
+        audited = partial(shared.or_left_out, progress, "libraries", audit_libraries)
         with ThreadPoolExecutor() as pool:
-            libraries = pool.map(audit_libraries, options.environment or found)
+            libraries = pool.map(audited, options.environments)
             for name in progress.track(TRIED, description=self.name):
                 changes.append(touched(TRIED[name]).assign(mechanism=name))
                 exits += [{"mechanism": name, **leftovers(TRIED[name], how)} for how in EXITS]
@@ -247,7 +253,7 @@ class Intrusiveness(Experiment[Options]):
         return {
             "intrusiveness": table[["mechanism", *table.columns.drop("mechanism")]],
             "intrusiveness_exits": pd.DataFrame(exits),
-            "intrusiveness_libraries": of_libraries(libraries),
+            "intrusiveness_libraries": of_libraries(filter(None, libraries)),
         }
 
     def findings(self, tables: Tables) -> list[Finding]:

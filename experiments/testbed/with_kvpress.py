@@ -11,7 +11,7 @@ of that module makes the rows: see `rows_with_kvpress`.
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -23,9 +23,8 @@ from typing import Any
 import pandas as pd
 from rich.progress import Progress
 
-from experiments import UserError
 from experiments.framework.plots import is_own
-from experiments.framework.shared import OLDEST, print_left_out, printed_by
+from experiments.framework.shared import OLDEST, ReturnT, or_left_out, printed_by
 from experiments.testbed.recipes import press_name
 
 NAME = "kvpress"
@@ -57,17 +56,23 @@ def rows_with_kvpress(python: Path, module: str, **options: Any) -> pd.DataFrame
 def joined_by_kvpress(
     table: pd.DataFrame, options: Any, progress: Progress, module: str
 ) -> pd.DataFrame:
-    """`table` with `rows_with_kvpress`, if `options.kvpress` is set and kvpress is installed."""
-    python = python_with_kvpress() if options.kvpress else None
-    if python is None:
-        return table
+    """`table` with `rows_with_kvpress`, unless they are left out."""
+    measure = partial(rows_with_kvpress, module=module, **asdict(options))
+    return pd.concat([table, of_kvpress(options, progress, measure)], ignore_index=True)
+
+
+def of_kvpress(
+    options: Any, progress: Progress, measure: Callable[..., ReturnT], *args: Any
+) -> ReturnT | None:
+    """What `measure` returns, given the interpreter with kvpress and `args`.
+
+    Returns:
+        None if `options.kvpress` is not set, or kvpress is not installed, or it fails.
+    """
+    if not options.kvpress or (python := python_with_kvpress()) is None:
+        return None
     progress.add_task(NAME, total=None)
-    try:
-        theirs = rows_with_kvpress(python, module, **asdict(options))
-    except UserError as error:  # what took long is in the table already
-        print_left_out(progress, NAME, error)
-        return table
-    return pd.concat([table, theirs], ignore_index=True)
+    return or_left_out(progress, NAME, measure, python, *args)
 
 
 def presses_of_kvpress() -> Mapping[str, type[Any]]:

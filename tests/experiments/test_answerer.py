@@ -225,7 +225,8 @@ def test_it_is_greedy_unless_asked_to_be_otherwise(model, answerer, text, monkey
     hot = copy.deepcopy(model.generation_config)
     hot.do_sample, hot.temperature, hot.num_return_sequences = True, 50.0, 2
     monkeypatch.setattr(model, "generation_config", hot)
-    for others in ({"max_new_tokens": 8}, {"generation_config": GenerationConfig(max_new_tokens=8)}):
+    few = GenerationConfig(max_new_tokens=8)
+    for others in ({"max_new_tokens": 8}, {"generation_config": few}):
         assert [answerer(*ask, **others) for _ in range(4)] == [expected] * 4
     for asked in ({"do_sample": True, "temperature": 50.0}, {"generation_config": hot}):
         assert answerer(*ask, max_new_tokens=8, **asked) != expected

@@ -15,6 +15,7 @@ from experiments.questions.architectures.cells import SUBJECTS, Bench, Cell
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
 from press_core import PressError, attention_sites
+from tests.experiments.tiny import SILENT
 from tests.support import table_beside
 
 KNOWN = decoders()
@@ -104,7 +105,7 @@ def test_a_planted_fault_is_found(monkeypatch, target, planted, outcome, reason)
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def test_the_worst_condition_counts():
+def test_the_worst_condition_counts(monkeypatch):
     rows = pd.DataFrame(
         [
             ("kind", "Knorm", "hook", "eager", "default", False, "right", ""),
@@ -113,7 +114,9 @@ def test_the_worst_condition_counts():
         ],
         columns=COLUMNS,
     )
-    table = condensed(rows)
+    monkeypatch.setattr(architectures, "measure", lambda *_, **__: rows)
+    monkeypatch.setattr(architectures, "OLDEST", RESULTS)  # a folder runs nothing
+    (table,) = EXPERIMENT.measure(architectures.Options(), SILENT).values()
     (row,) = table.to_dict("records")
     assert (row["hook"], row["patch"], row["reason"]) == ("wrong", "right", "off")
     assert (row["cells"], row["bad"]) == (3, 1)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments import UserError
 from experiments.audit import CALL, CLASS, INSTANCE, LEFT, OPEN, PROCESS, RUNNING
 from experiments.interventions import LIBRARIES
 from experiments.mechanisms import TRIED
@@ -121,10 +120,11 @@ def test_the_first_environment_that_has_a_library_counts(tmp_path):
     assert others["error"].str.contains("`make subjects` installs it").all()
 
 
-def test_an_environment_that_fails_says_why(tmp_path):
-    broken = environment(tmp_path, output="Traceback\nImportError: no torch", status=1)
-    with pytest.raises(UserError, match="ImportError: no torch"):
-        intrusiveness.audit_libraries(broken)
+def test_an_environment_whose_installation_was_interrupted_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(intrusiveness.shared, "ROOT", tmp_path)
+    one, _ = (environment(tmp_path / name) for name in intrusiveness.ENVIRONMENTS)
+    (one / ".installed").touch()
+    assert intrusiveness.Options().environments == [one]
 
 
 @pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed here")
@@ -150,10 +150,13 @@ def tables(tmp_path_factory):
     chosen, output = ["hooks", "plain instance patch"], tmp_path_factory.mktemp("out")
     rows = [{**ROW, "changes": [CHANGE]}, {**ROW, "subject": "import", "changes": []}]
     folder = environment(tmp_path_factory.mktemp("env") / "e", output=json.dumps(rows))
+    broken = environment(folder / "broken", output="Traceback\nImportError: no torch", status=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intrusiveness, "TRIED", {name: TRIED[name] for name in chosen})
-        result = succeeded("intrusiveness", "--environment", folder, "--output", output)
+        given = "--environment", folder, "--environment", broken
+        result = succeeded("intrusiveness", *given, "--output", output)
     assert "make subjects" in result.output
+    assert "ImportError: no torch" in result.output
     assert (output / "intrusiveness.svg").stat().st_size > 3_000
     return {path.stem: pd.read_csv(path) for path in output.glob("*.csv")}
 

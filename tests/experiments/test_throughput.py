@@ -182,9 +182,11 @@ def test_rows_of_kvpress_join_the_others(experiment, options, output_of):
 
 def test_time_inside_presses_is_that_of_the_oracle(output_of):
     output_of.return_value = "press,ratio\nKnormPress,0.5\n"
-    tables = EXPERIMENT.measure(Options(part=(Part.KVPRESS,)), SILENT)
-    assert tables["throughput_kvpress"]["ratio"].tolist() == [0.5]
+    asked = Options(part=(Part.KVPRESS,))
+    assert EXPERIMENT.measure(asked, SILENT)["throughput_kvpress"]["ratio"].tolist() == [0.5]
     output_of.assert_called_once_with("python", "tests.oracle.timing", *throughput.INSIDE)
+    output_of.side_effect = UserError("no luck")
+    assert EXPERIMENT.measure(asked, SILENT) == {}
     assert set(throughput.INSIDE) <= set(with_kvpress.import_module("hooks_impl").PRESSES)
 
 

@@ -15,7 +15,7 @@ from experiments.framework.experiment import Evidence, Experiment, Finding, Tabl
 from experiments.framework.frames import heat_maps
 from experiments.framework.options import checking, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
-from experiments.framework.shared import OLDEST, printed_by
+from experiments.framework.shared import OLDEST, or_left_out, printed_by
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 from experiments.questions.architectures.cells import SUBJECTS
@@ -101,7 +101,8 @@ class Architectures(Experiment[Options]):
         )
         tables = {"architectures": condensed(rows)}
         if options.oldest and OLDEST.exists():
-            tables["architectures_oldest"] = _with_oldest(options.type)
+            oldest = or_left_out(progress, "oldest transformers", _with_oldest, options.type)
+            tables |= {} if oldest is None else {"architectures_oldest": oldest}
         return tables
 
     def findings(self, tables: Tables) -> list[Finding]:

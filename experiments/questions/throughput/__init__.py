@@ -268,11 +268,10 @@ def measure_fits(options: Options, progress: Progress) -> pd.DataFrame:
 
 
 def measure_kvpress(options: Options, progress: Progress) -> pd.DataFrame | None:
-    """The table `throughput_kvpress`; None if kvpress is not installed."""
-    python = with_kvpress.python_with_kvpress() if options.kvpress else None
-    if python is None:
-        return None
-    return pd.read_csv(StringIO(with_kvpress.output_of(python, "tests.oracle.timing", *INSIDE)))
+    """The table `throughput_kvpress`; None if kvpress is left out: see `of_kvpress`."""
+    how = with_kvpress.output_of, "tests.oracle.timing", *INSIDE
+    printed = with_kvpress.of_kvpress(options, progress, *how)
+    return None if printed is None else pd.read_csv(StringIO(printed))
 
 
 _MEASURES: dict[Part, tuple[str, Callable[[Options, Progress], pd.DataFrame | None]]] = {
