@@ -146,9 +146,12 @@ def _table(rows: Iterable[dict[str, Any]], columns: Iterable[str]) -> pd.DataFra
 _OF_A_MODEL = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 """Files in a model's folder: weights, configurations, the tokenizer's, its template, and code."""
 
+_VERSIONS = "python", "torch", "transformers", "numpy", "wrapt"
+"""What every cell depends on."""
+
 
 def setup_of(settings: Settings) -> dict[str, Any]:
-    """The settings that cells share, the model and the versions; `made_with` is informational."""
+    """The settings that cells share, model, code and `_VERSIONS`; `made_with` is for readers."""
     made_with = environment_info()
     shared = {name: value for name, value in asdict(settings).items() if name not in SWEPT}
     shared["threads"] = settings.threads or torch.get_num_threads()
@@ -157,7 +160,7 @@ def setup_of(settings: Settings) -> dict[str, Any]:
         "model_fingerprint": model_fingerprint(
             settings.model, trust_remote_code=settings.trust_remote_code, **settings.model_kwargs
         ),
-        "versions": made_with.pop("versions"),
+        "versions": {name: made_with["versions"].get(name) for name in _VERSIONS},
         "code": code_digest(),
         "made_with": made_with,
     }

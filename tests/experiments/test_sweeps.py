@@ -231,9 +231,10 @@ def test_predictions_come_back_as_they_were(tmp_path):
 
 def test_the_set_up_says_what_made_the_results(tmp_path):
     made = setup_of(SMALL)
+    assert sorted(made["versions"]) == ["numpy", "python", "torch", "transformers", "wrapt"]
     assert made["versions"]["torch"] == torch.__version__
     assert made["threads"] == 1
-    assert {"date", "commit", "machine"} <= set(made["made_with"])
+    assert {"date", "commit", "versions", "machine"} <= set(made["made_with"])
     assert not {"press", "ratio", "mechanism", "dataset"} & set(made)
     Store(tmp_path, made)
     Store(tmp_path, setup_of(replace(SMALL, press=("KnormPress",), ratio=(0.9,))))
