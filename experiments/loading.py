@@ -1,11 +1,13 @@
 """Load the models that experiments run on: shipped with the repository, local or from the hub."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -78,6 +80,15 @@ def load_model(
             logging.enable_progress_bar()
     with refusing(f"cannot put the model on the device {device!r}", RuntimeError, AssertionError):
         return (model if spread or device is None else model.to(device)).eval(), tokenizer
+
+
+def has_attention(name: str, implementation: str) -> bool:
+    """Whether a model, named as for `load_model`, supports an attention implementation."""
+    with suppress(OSError, ValueError, ImportError), torch.device("meta"):
+        config = AutoConfig.from_pretrained(local_folder(name) or name)
+        AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        return True
+    return False
 
 
 def of_the_repository(given: dict[str, Any]) -> dict[str, Any]:

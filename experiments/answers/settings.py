@@ -130,7 +130,7 @@ class Settings(Grid):
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Dtype of the model.")
     ] = "float32"
-    attn_implementation: Annotated[str, typer.Option(help="eager, sdpa and so on.")] = "sdpa"
+    attn_implementation: Annotated[str | None, typer.Option(help="eager, sdpa and so on.")] = None
     device: Annotated[
         str, typer.Option(help="cpu, cuda, or auto to spread the model over devices.")
     ] = "cpu"

@@ -29,7 +29,7 @@ from experiments.framework.plots import press_classes, press_label
 from experiments.framework.tables import ResultTable
 from experiments.framework.timing import threads
 from experiments.framework.wording import sentences
-from experiments.loading import load_model, short_name
+from experiments.loading import has_attention, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
 from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
 from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, recipe_pair
@@ -71,13 +71,16 @@ class Options:
 def variants(options: Options) -> list[tuple[str, str, str]]:
     """The models to compare on: family or user's model, dtype, attention implementation.
 
+    Implementations that the user's model does not support are left out, unless it has none.
+
     Raises:
         UserError: if both a family and a model are given, or no family supports an implementation.
     """
     if options.model is not None:
         if options.family:
             raise UserError("give either --model or --family, not both")
-        return list(product([options.model], options.dtype, options.attn))
+        attn = [each for each in options.attn if has_attention(options.model, each)]
+        return list(product([options.model], options.dtype, attn or options.attn))
     families = options.family or FAMILIES
     grid = product(families, options.dtype, options.attn)
     found = [cell for cell in grid if cell[2] in supported_implementations(cell[0])]

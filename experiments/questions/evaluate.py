@@ -57,7 +57,7 @@ class Evaluate(Experiment[Settings]):
     name = "evaluate"
     title = "From context to answer"
     evidence = Evidence.MODEL
-    full = Settings()
+    full = Settings(attn_implementation="sdpa")
     quick = Settings(ratio=(0.0, 0.8), samples=12)
     redrawn = Settings(ratio=(0.0, 0.8))
 

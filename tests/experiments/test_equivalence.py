@@ -184,15 +184,10 @@ def test_one_bit_is_found(model):
     difference = compare(model, hook, patch, INPUTS)
     kept = run(model, hook, INPUTS).pruned[0]
     expected = kept.values[-1, 1, 2, 3].item()
-    assert difference == Difference(
-        where="values after the prefill",
-        layer=0,
-        row=1,
-        head=1,
-        position=int(kept.positions[1, 1, 2]),
-        hook_value=expected,
-        patch_value=torch.tensor(expected).nextafter(torch.tensor(torch.inf)).item(),
-    )
+    place = {"layer": 0, "row": 1, "head": 1, "position": int(kept.positions[1, 1, 2])}
+    nudged = torch.tensor(expected).nextafter(torch.tensor(torch.inf)).item()
+    told = {"where": "values after the prefill", "hook_value": expected, "patch_value": nudged}
+    assert difference == Difference(**told, **place)
     assert str(difference).startswith("values after the prefill differ first at layer 0, row 1")
 
 

@@ -10,7 +10,10 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 from experiments import UserError, loading
+from experiments.answers.cells import loaded
+from experiments.answers.settings import Settings
 from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
+from experiments.questions import equivalence
 from experiments.testbed.facts import build_tokenizer
 from tests.experiments.tiny import saved
 from tests.support import build
@@ -45,9 +48,14 @@ def test_defaults_are_float32_and_sdpa(folder):
     assert model.config.max_position_embeddings == 77
 
 
-def test_a_model_without_sdpa_is_loaded_with_eager_attention(folder, monkeypatch):
+def test_a_model_without_sdpa_runs_with_eager_attention(folder, monkeypatch):
+    """In sweeps and comparisons, too, unless sdpa is asked for alone."""
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
     assert load_model(str(folder))[0].config._attn_implementation == "eager"
+    assert loaded(Settings(model=str(folder)))[0].config._attn_implementation == "eager"
+    for attn, left in (("eager", "sdpa"), ["eager"]), (("sdpa",), ["sdpa"]):
+        own = equivalence.Options(model=str(folder), dtype=("float32",), attn=attn)
+        assert [cell[2] for cell in equivalence.variants(own)] == left
 
 
 @pytest.mark.parametrize("enabled", [True, False])
