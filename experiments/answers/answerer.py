@@ -24,13 +24,11 @@ from experiments.answers.prompts import (
     questions_of,
     texts_of,
 )
+from experiments.testbed.recipes import DELIMITER
 from press_core.presses.finch import Finch
 from press_core.scope import InstalledPress
 
 logger = logging.getLogger(__name__)
-
-DELIMITER = 2**31 - 1
-"""Token id between context and question for Finch, which removes it; it is in no vocabulary."""
 
 _MARK = "\x00question\x00"  # marks the position of the question in a chat template
 

@@ -174,14 +174,10 @@ def _jieba() -> Any:
 UNKNOWN = "unknown"
 """The metric of tasks whose references are not published: predictions are stored without scores."""
 
+_NAMED = match_all, match_any, f1, choice, numbers, first_number, first_numbers, last_word
+
 METRICS: dict[str, Metric] = {
-    **{
-        metric.__name__: metric
-        for metric in (
-            *(match_all, match_any, f1, choice),
-            *(numbers, first_number, first_numbers, last_word, code, boxed),
-        )
-    },
+    **{metric.__name__: metric for metric in (*_NAMED, code, boxed)},
     "first_digits": first(r"\d+"),  # InfiniteBench
     # InfiniteBench: the one that an answer starts with, or else the last one that stands alone
     "letter": first(r"(?:^\s*(?=[A-D][.:])|.*\b)([A-D])\b"),

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
@@ -14,8 +14,7 @@ from rich.progress import Progress
 from experiments import UserError, refusing
 from experiments.framework.options import checked_positive_share, several
 from experiments.framework.plots import is_own
-
-ReturnT = TypeVar("ReturnT")
+from press_core import PressError
 
 # ---- fields of options ---------------------------------------------------------------------------
 
@@ -102,12 +101,10 @@ def print_left_out(progress: Progress, what: str, reason: object) -> None:
     progress.console.print(f"left out: {what}: {reason}", style="yellow", markup=False)
 
 
-def or_left_out(
-    progress: Progress, what: str, measure: Callable[..., ReturnT], *args: Any
-) -> ReturnT | None:
+def or_left_out(progress: Progress, what: str, measure: Callable[..., Any], *args: Any) -> Any:
     """What `measure` returns; if it is refused, None, which is printed: the rest is not lost."""
     try:
         return measure(*args)
-    except UserError as error:
+    except (UserError, PressError) as error:
         print_left_out(progress, what, error)
         return None

@@ -24,10 +24,9 @@ from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
-from experiments.testbed.facts import UNSEEN, VOCABULARY, Task
+from experiments.testbed.facts import VOCABULARY, Task
 from experiments.testbed.masked import Reader, Sample, harm
 from experiments.testbed.recipes import press_name, suited_pair
-from press_core import PressError
 
 _finding = sentences(__file__)
 
@@ -66,8 +65,8 @@ def samples_of(tokenizer: PreTrainedTokenizerBase, options: Options) -> list[Sam
     Raises:
         UserError: if the contexts are too short for the facts.
     """
-    task = Task(options.context, options.facts, options.samples, seed=options.seed)
-    batches = task.batches(UNSEEN)
+    task = Task(options.context, options.facts, options.samples, options.seed)
+    batches = task.batches()
     if tokenizer.get_vocab() == {word: index for index, word in enumerate(VOCABULARY)}:
         return [Sample(batch.context_ids, batch.question_ids[:, 0]) for batch in batches]
 
@@ -90,13 +89,13 @@ def tables_of(
     readers = [Reader(model, sample) for sample in samples]
     length = max(sample.context.shape[1] for sample in samples)
     heads, logits = [], []
+
+    def of_press(name: str) -> Any:
+        pair = suited_pair(name, ratio, length, model)
+        return [harm(reader, pair) for reader in readers]
+
     for press in progress.track(names, description="error"):
-        try:
-            pair = suited_pair(press, ratio, length, model)
-            harms = [harm(reader, pair) for reader in readers]
-        except PressError as error:
-            shared.print_left_out(progress, press, error)
-            continue
+        harms = shared.or_left_out(progress, press, of_press, press) or []
         of = {"press": press, "ratio": ratio}
         heads += [of | row for rows, _ in harms for row in rows]
         logits += [of | row for _, row in harms]

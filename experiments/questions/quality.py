@@ -118,7 +118,7 @@ def measure(
         if press != NO_PRESS:
             made = recipe_pair(press, ratio, task.context)._asdict()
         cell = {"press": press, "ratio": ratio, "question": question}
-        answer, batches, given = _PROTOCOLS[question], task.batches(question), []
+        answer, batches, given = _PROTOCOLS[question], task.batches(), []
         truth = torch.cat([batch.answer_ids for batch in batches])
         for mechanism, opens in made.items():
             answers = torch.cat([answer(model, opens, batch) for batch in batches])
@@ -190,8 +190,7 @@ class Quality(Experiment[Options]):
         raise LeftOutError("its questions are in the words of facts-llama; use evaluate instead")
 
     def measure(self, options: Options, progress: Progress) -> Tables:
-        n = options.samples
-        task = Task(options.context, options.facts, n, n, options.seed)
+        task = Task(options.context, options.facts, options.samples, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         check_vocabulary(tokenizer, options.model)
         presses = list(suited(model, options, progress))

@@ -9,7 +9,7 @@ import pandas as pd
 import typer
 from rich.progress import Progress
 
-from experiments import EXPERIMENTS, load_experiments
+from experiments import load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracketed
@@ -102,8 +102,7 @@ class Seeds(Experiment[Options]):
             from the study's seed (`shift`), the `number` of the finding, its interval (`low`,
             `high`), and its `text`.
         """
-        names = options.experiment or EXPERIMENTS
-        chosen = [one for one in load_experiments() if one.redrawn and one.name in names]
+        chosen = [one for one in load_experiments() if one.name in (options.experiment or _DRAWING)]
         rows = [row for one in chosen for row in again(one, options, progress)]
         return {self.name: pd.DataFrame(rows)}
 

@@ -154,26 +154,23 @@ class Task:
     Attributes:
         context: words per context, without `<bos>`.
         facts: facts per context.
-        samples: number of contexts compressed without a question; each has one per fact.
-        seen_samples: number of contexts compressed together with their first question.
+        samples: number of contexts; each has a question per fact.
         seed: seed of the contexts.
     """
 
     context: int = 512
     facts: int = 8
     samples: int = 16
-    seen_samples: int = 24
     seed: int = 512
 
     def __post_init__(self) -> None:
         with refusing("--context, --facts", ValueError):
             draw(1, self.context, self.facts, torch.Generator())
 
-    def batches(self, question: str) -> list[FactBatch]:
-        """The contexts for one kind of question, in batches of at most `_BATCH`."""
+    def batches(self) -> list[FactBatch]:
+        """The contexts, in batches of at most `_BATCH`."""
         generator = torch.Generator().manual_seed(self.seed)
-        samples = self.samples if question == UNSEEN else self.seen_samples
-        sizes = [min(_BATCH, samples - first) for first in range(0, samples, _BATCH)]
+        sizes = [min(_BATCH, self.samples - first) for first in range(0, self.samples, _BATCH)]
         return [draw(size, self.context, self.facts, generator) for size in sizes]
 
 

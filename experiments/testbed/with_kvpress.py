@@ -24,7 +24,7 @@ import pandas as pd
 from rich.progress import Progress
 
 from experiments.framework.plots import is_own
-from experiments.framework.shared import OLDEST, ReturnT, or_left_out, printed_by
+from experiments.framework.shared import OLDEST, or_left_out, printed_by
 from experiments.testbed.recipes import press_name
 
 NAME = "kvpress"
@@ -61,9 +61,7 @@ def joined_by_kvpress(
     return pd.concat([table, of_kvpress(options, progress, measure)], ignore_index=True)
 
 
-def of_kvpress(
-    options: Any, progress: Progress, measure: Callable[..., ReturnT], *args: Any
-) -> ReturnT | None:
+def of_kvpress(options: Any, progress: Progress, measure: Callable[..., Any], *args: Any) -> Any:
     """What `measure` returns, given the interpreter with kvpress and `args`.
 
     Returns:

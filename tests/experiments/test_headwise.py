@@ -10,7 +10,7 @@ from experiments.loading import load_model
 from experiments.questions.headwise import EXPERIMENT, Options, Part, budgets
 from experiments.questions.headwise.budgets import ALL, ALONE, HEADWISE, UNIFORM, differences, pairs
 from experiments.questions.headwise.four_ways import OTHER
-from experiments.testbed.facts import UNSEEN, VOCABULARY, Task
+from experiments.testbed.facts import VOCABULARY, Task
 from press_core import kept_lengths
 from press_core.budget import n_kept
 from press_core.learned.measured import HeadScores
@@ -65,7 +65,7 @@ def test_streaming_leaves_out_heads_that_no_press_works_on():
 
 def test_both_presses_of_a_pair_keep_as_many_tokens():
     model, _ = load_model("facts-llama")
-    (batch,), found = SMALL.batches(UNSEEN), pairs(model, SMALL)
+    (batch,), found = SMALL.batches(), pairs(model, SMALL)
     assert len(found) == N_PAIRS
     for _, *makers in found.values():
         uniform, headwise = (shares_kept(model, make(0.7), batch.context_ids) for make in makers)

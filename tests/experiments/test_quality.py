@@ -19,7 +19,7 @@ from tests.support import both, build, snapshot
 
 MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
-SMALL = Task(context=32, facts=4, samples=3, seen_samples=10)
+SMALL = Task(context=32, facts=4, samples=10)
 
 
 def batch_of(rows=3, context=32, facts=4, seed=0):
@@ -100,14 +100,12 @@ def test_a_row_per_press_ratio_mechanism_and_kind_of_question(tables):
     assert not table.duplicated(["press", "mechanism", "ratio", "question"]).any()
     assert set(table.loc[table["ratio"] == 0, "press"]) == {"no press"}
     unseen, seen = (table[table["question"] == q] for q in ("unseen", "seen"))
-    assert set(unseen["samples"]) == {3}
-    assert set(unseen["answers"]) == {12}
-    assert set(seen["samples"]) == set(seen["answers"]) == {10}
-    assert unseen[["low", "high"]].isna().all(axis=None)
+    assert set(table["samples"]) == set(seen["answers"]) == {10}
+    assert set(unseen["answers"]) == {40}
     agreement = tables["quality_agreement"]
     assert len(agreement) == 4
     assert (agreement["answers"] == agreement["same"]).all()
-    assert agreement["answers"].sum() == 44
+    assert agreement["answers"].sum() == 100
     assert EXPERIMENT.findings(tables)[1].number == 0
 
 
@@ -120,12 +118,13 @@ def test_accuracy_counts_right_answers_and_contexts_are_its_units(monkeypatch, m
         return answers
 
     monkeypatch.setitem(quality._PROTOCOLS, "unseen", every_other)
-    table = measured(model, task=replace(SMALL, samples=10))["quality"]
+    table = measured(model, task=SMALL)["quality"]
     row = table.set_index("question").loc["unseen"]
     assert row["accuracy"] == 0.5
     assert row["units"] == "0 1 0 1 0 1 0 1 0 1"
-    assert row["low"] < 0.3
-    assert row["high"] > 0.7
+    assert row["low"] < 0.3 < 0.7 < row["high"]
+    few = measured(model, task=replace(SMALL, samples=3))["quality"]
+    assert few[["low", "high"]].isna().all(axis=None)
 
 
 def test_a_mechanism_that_answers_otherwise_is_noticed(monkeypatch, model):

@@ -44,11 +44,11 @@ class Drawing(Experiment[Options]):
 class Redrawn(Drawing):
     """Tell what it was asked, again."""
 
-    redrawn = Options()
+    name, redrawn = "redrawn", Options()
 
 
 def test_experiments_are_run_from_each_seed(monkeypatch, tmp_path):
-    monkeypatch.setattr(seeds, "EXPERIMENTS", {"drawing": ""})
+    monkeypatch.setattr(seeds, "_DRAWING", ("redrawn",))
     monkeypatch.setattr(seeds, "load_experiments", lambda: [Drawing(), Redrawn()])
     result = succeeded("seeds", "--shift", "0,2", "--samples", "7", "--output", tmp_path)
     table = read_table(tmp_path / "seeds.csv")

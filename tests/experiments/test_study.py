@@ -137,14 +137,9 @@ def test_results_do_not_depend_on_the_order_of_experiments(tmp_path):
 
 
 def test_csv_files_keep_values(tmp_path):
-    table = pd.DataFrame(
-        {
-            "float": [0.1 + 0.2, 1e-17, float("nan")],
-            "word": ["None", 'a\r"b\r\nc"', "null"],
-            "flag": [True, False, True],
-            "n": [1.0, float("nan"), 3.0],
-        }
-    )
+    columns = {"float": [0.1 + 0.2, 1e-17, float("nan")], "n": [1.0, float("nan"), 3.0]}
+    columns |= {"word": ["None", 'a\r"b\r\nc"', "null"], "flag": [True, False, True]}
+    table = pd.DataFrame(columns)
     write_tables({"t": table}, tmp_path)
     pd.testing.assert_frame_equal(read_table(tmp_path / "t.csv"), table, check_exact=True)
 
@@ -191,14 +186,9 @@ def test_the_markdown_report(folder):
 
 def test_nothing_in_the_data_becomes_markup(tmp_path):
     evil = "<script>alert(1)</script>"
-    experiment = tiny(
-        "evil",
-        title=evil,
-        question=evil,
-        measure=lambda *_: {"evil": pd.DataFrame({"x": [1], evil: [evil]})},
-        findings=lambda tables: [Finding("evil", f"{evil} **1**")],
-        method=evil,
-    )
+    made = {"measure": lambda *_: {"evil": pd.DataFrame({"x": [1], evil: [evil]})}}
+    made |= {"findings": lambda tables: [Finding("evil", f"{evil} **1**")]}
+    experiment = tiny("evil", title=evil, question=evil, method=evil, **made)
     study([experiment], tmp_path)
     note(tmp_path, "evil", note=f"Measured with `--rounds 3`, {evil}.")
     write_report(tmp_path, [experiment])

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import hooks_impl
 from experiments.framework.intervals import mean_of
 from experiments.framework.plots import NO_PRESS
-from experiments.testbed.facts import UNSEEN, Task, answer_unseen
+from experiments.testbed.facts import Task, answer_unseen
 from press_core.budget import n_kept
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.measured import HeadScores
@@ -80,7 +80,7 @@ def pairs(model: PreTrainedModel, task: Task) -> dict[str, tuple[str, Make, Make
     try:
         scores: Any = hooks_impl.DuoAttentionPress().find(model)
     except CalibrationError:
-        (others,) = replace(task, samples=8, seed=task.seed + 1).batches(UNSEEN)
+        (others,) = replace(task, samples=8, seed=task.seed + 1).batches()
         contexts = list(others.context_ids.split(1))
         scores = hooks_impl.DuoAttentionPress.measure(model, contexts, _SINK, length // 4)
     return {
@@ -142,7 +142,7 @@ def compare(
         for ratio in ratios:
             presses.append((pair, UNIFORM, uniform, ratio, make_uniform(ratio)))
             presses.append((pair, HEADWISE, pair, ratio, make_headwise(ratio)))
-    batches, rows, right = task.batches(UNSEEN), [], {}
+    batches, rows, right = task.batches(), [], {}
     for pair, budgets, name, ratio, press in progress.track(presses, description="budgets"):
         answers = [answer_unseen(model, press, batch) == batch.answer_ids for batch in batches]
         of_contexts = torch.cat(answers).double().mean(dim=1).numpy()

@@ -31,7 +31,6 @@ from experiments.questions.throughput.measuring import cache_bytes, longest, pea
 from experiments.testbed import timed_models, with_kvpress
 from experiments.testbed.recipes import press_name
 from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, random_llama
-from press_core import PressError
 
 
 class Part(str, Enum):
@@ -235,15 +234,13 @@ def beside_kvpress(**options: Any) -> Iterator[dict[str, Any]]:
 def measure_first(options: Options, progress: Progress) -> pd.DataFrame:
     """The table `throughput_first`: every press that the model supports, with hooks."""
     spec, context = options.spec(NARROW), min(options.context)
-    model, chosen = spec.load(), []
+    model, opens = spec.load(), timed_models.scope_of
     presses = options.presses if options.press else sorted(hooks_impl.PRESSES)
-    for condition in conditions(presses, options.ratio, ["hook"]):
-        try:
-            timed_models.scope_of(condition, model, context)
-        except PressError as error:
-            shared.print_left_out(progress, condition.press, error)
-        else:
-            chosen.append(condition)
+    chosen = [
+        condition
+        for condition in conditions(presses, options.ratio, ["hook"])
+        if shared.or_left_out(progress, condition.press, opens, condition, model, context)
+    ]
     advance = partial(progress.advance, progress.add_task("first token", total=options.rounds))
     sizes = [context], [1], min(options.tokens, 8), options.rounds
     return pd.DataFrame(speeds(spec, chosen, *sizes, advance=advance))

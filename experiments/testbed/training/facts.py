@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from experiments.testbed.facts import UNSEEN, FactBatch, Task, answer_unseen, build_tokenizer, draw
+from experiments.testbed.facts import FactBatch, Task, answer_unseen, build_tokenizer, draw
 from experiments.testbed.training.loop import descend, untrained
 
 STAGES: tuple[tuple[int, int], ...] = (
@@ -129,7 +129,7 @@ def evaluate(
     """
 
     def accuracy(words: int, count: int) -> float:
-        batches = Task(words, count, -(-answers // count), seed=1_000_000).batches(UNSEEN)
+        batches = Task(words, count, -(-answers // count), seed=1_000_000).batches()
         right = [answer_unseen(model, None, batch) == batch.answer_ids for batch in batches]
         return float(torch.cat(right).double().mean())
 
