@@ -149,6 +149,7 @@ def test_sliding_layers_are_not_timed(tmp_path):
     folder = str(saved(tmp_path, "gemma3_text"))
     with pytest.raises(UserError, match="sliding window"):
         measured(Part.DECODING, model=folder, contexts=(64,), ratio=(0.5,), rounds=1)
+    assert Options(model=folder).parts == (Part.DECODING, Part.CONDITIONS)
 
 
 # ---- what is found -------------------------------------------------------------------------------

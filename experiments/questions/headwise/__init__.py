@@ -27,7 +27,7 @@ from experiments.framework import shared
 from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed, written
-from experiments.framework.options import Device, Dtype
+from experiments.framework.options import Device, Dtype, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
@@ -70,7 +70,8 @@ class Options:
     """What to measure, on which contexts and models."""
 
     part: Annotated[
-        tuple[Part, ...], typer.Option(help="What to measure. Repeatable.", show_default="all")
+        tuple[Part, ...],
+        typer.Option(help="What to measure.", show_default="all; no budgets if a model is given"),
     ] = ()
     model: shared.ModelOrOwn = None
     ratio: shared.Ratios = ()
@@ -82,11 +83,16 @@ class Options:
     ] = (1024, 4096, 16384)
     rounds: shared.Rounds = 11
     family: Annotated[
-        tuple[str, ...], typer.Option(help="Architecture to test the four ways on. Repeatable.")
+        tuple[str, ...], several(str, "Architecture to test the four ways on.", one_of(FAMILIES))
     ] = ("llama", "gemma2", "gpt_oss")  # plain, with softcapped logits, with learned sinks
     seed: shared.Seed = Task.seed
     dtype: Dtype = "float32"
     device: Device = "cpu"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts; by default all, but no budgets of a given model: it may know no facts."""
+        return self.part or (*[Part.BUDGETS] * (self.model is None), Part.DECODING, Part.CONDITIONS)
 
 
 class Headwise(Experiment[Options]):
@@ -145,10 +151,8 @@ class Headwise(Experiment[Options]):
             `headwise_decoding`: `four_ways.decode_times` at every context length, with the `model`;
             `headwise_conditions`: `four_ways.trials` on each family, the `model`.
         """
-        tables: Tables = {}
-        for part in options.part or Part:
-            tables |= _MEASURES[part](options, progress)
-        return tables
+        made = (_MEASURES[part](options, progress) for part in options.parts)
+        return {name: table for tables in made for name, table in tables.items()}
 
     def findings(self, tables: Tables) -> list[Finding]:
         return [one for name, find in _FINDINGS.items() if name in tables for one in find(tables)]
@@ -182,7 +186,7 @@ def measure_budgets(options: Options, progress: Progress) -> Tables:
             vocabulary.
     """
     name = options.model or "facts-llama"
-    task = Task(options.context, options.facts, options.samples, seed=options.seed)
+    task = Task(options.context, options.facts, options.samples, options.seed)
     model, tokenizer = load_model(name, dtype=options.dtype, device=options.device)
     check_vocabulary(tokenizer, name)
     tables = compare(model, task, options.ratio or RATIOS, progress)
@@ -197,7 +201,7 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
     if len(attention_sites(model)) < model.config.get_text_config().num_hidden_layers:
         raise UserError(
             f"some layers of {spec.name} have a sliding window, so its decode steps do not show "
-            "the cost of head-wise caches; give a model without, or omit --part decoding"
+            "the cost of head-wise caches; give a model without, or another --part"
         )
     bar = progress.add_task("decode steps", total=options.rounds * len(options.contexts))
     turns: Any = {"rounds": options.rounds, "advance": partial(progress.advance, bar)}
