@@ -371,11 +371,14 @@ def test_a_refused_crop_leaves_rerotated_layers_of_unlike_lengths_usable(package
     ran(model, press, [token_ids(1, 1)], cache)
 
 
-def test_chunks_begin_at_the_position_that_the_model_counts_from():
+def test_chunks_and_replays_begin_at_the_position_that_the_model_counts_from():
     model, ids = build_tiny(decoders()["roberta"]), token_ids(1, 20)
     given = {"attention_mask": torch.ones_like(ids)}
     chunked = prefill(model, ids, DynamicCache(config=model.config), 7, **given).logits[:, -1]
     torch.testing.assert_close(chunked, model(ids, **given).logits[:, -1])
+    given, press = {"position_ids": torch.arange(1, 21)[None]}, hooks_impl.KVComposePress(0.5)
+    kept = [kept_positions(filled(model, press, ids, **more)) for more in ({}, given)]
+    torch.testing.assert_close(*kept)
 
 
 def test_a_context_in_chunks_that_a_static_cache_cannot_hold(package):

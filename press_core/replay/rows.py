@@ -52,15 +52,15 @@ class Row:
         index: index of the row in the batch.
         tokens: `(S,)` int64, token ids of the row without padding.
         slots: `(S,)` int64, slots of these tokens in the cache; None: all slots.
-        next_position: position of the next token.
+        next_position: position of the next token; None: the one that the model takes by itself.
     """
 
     scope: ScopeState
     cache: Any
     index: int
     tokens: Tensor
-    slots: Tensor | None
-    next_position: int
+    slots: Tensor | None = None
+    next_position: int | None = None
 
     @property
     def length(self) -> int:
@@ -91,7 +91,8 @@ class Row:
             The output of the decoder.
         """
         (given,) = inputs.values()
-        start, decoder = self.next_position + n_before, self.scope.decoder
+        first, decoder = self.next_position, self.scope.decoder
+        start = (self.length if first is None else first) + n_before
         n, rotates = start + given.shape[1], self.scope.sites[0].rotary is not None
         limit = None if rotates else n_positions(decoder)
         if limit is not None and n > limit:
@@ -99,9 +100,9 @@ class Row:
                 f"{type(self.scope.press).__name__} runs tokens behind the context, {n} in all, "
                 f"and the model has {limit} positions; use a press that does not replay"
             )
-        positions = start + torch.arange(given.shape[1], device=given.device)
-        cache = self.alone() if cache is None else cache
-        cached = {**with_cache(decoder, cache), "position_ids": positions[None]}
+        cached = with_cache(decoder, self.alone() if cache is None else cache)
+        if first is not None:
+            cached["position_ids"] = torch.arange(start, n, device=given.device)[None]
         with current.apart("pruning"):
             return decoder(**inputs, **cached, use_cache=True)
 
@@ -149,8 +150,7 @@ class ReplayPress(RatioPress, InstalledPress):
             cache = cache_of(scope.decoder(input_ids=input_ids, use_cache=True))
             self._require_plain(scope, cache, None)
             rows = [
-                self.score_row(Row(scope, cache, row, ids, None, len(ids)))
-                for row, ids in enumerate(input_ids)
+                self.score_row(Row(scope, cache, row, ids)) for row, ids in enumerate(input_ids)
             ]
         known = torch.stack(rows, dim=1)
         scores = known.new_zeros(n_layers_of(scope.sites[0]), *known.shape[1:])
@@ -197,7 +197,7 @@ class ReplayPress(RatioPress, InstalledPress):
             return
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
         self._require_plain(scope, cache, tokens)
-        following = _next_positions(forward.given.get("position_ids"), ids)
+        following = _next_positions(forward.given.get("position_ids"), ids, tokens)
         decided, is_whole = [], True
         for index in range(len(ids)):
             slots = None if tokens is None else tokens[index].nonzero().squeeze(1)
@@ -290,11 +290,12 @@ def cache_before(scope: ScopeState, forward: Forward) -> Any:
     return DynamicCache(config=config) if forward.cache is None and uses else forward.cache
 
 
-def _next_positions(position_ids: Tensor | None, ids: Tensor) -> list[int]:
-    """The position after the last one of each row of `ids` `(B, S)`."""
-    if position_ids is None:  # the model counts padding too
-        return [ids.shape[1]] * len(ids)
-    return (position_ids[:, -1] + 1).expand(len(ids)).tolist()
+def _next_positions(position_ids: Tensor | None, ids: Tensor, tokens: Tensor | None) -> list[Any]:
+    """The position after the last one of each row of `ids` `(B, S)`; see `Row`."""
+    if position_ids is not None:
+        return (position_ids[:, -1] + 1).expand(len(ids)).tolist()
+    # The model counts padding, too, and rows are run without it.
+    return [None if tokens is None else ids.shape[1]] * len(ids)
 
 
 def in_this_thread(act: Callable[..., Any]) -> Callable[..., Any]:
