@@ -87,7 +87,7 @@ class AttentionCall:
         Raises:
             UnsupportedInputError: if it is not known, as when the context ends with an image.
         """
-        if self.at.tokens is not None and self.at.rotary is not None:
+        if self.at.rotary is not None:
             return self.at.rotary.flatten(1).amax(dim=1, keepdim=True) + 1
         rotary = self.site.rotary_in_3d
         if rotary is None or self.at.embeddings is None:

@@ -65,8 +65,12 @@ class AttentionPass:
 
     @property
     def position_ids(self) -> Tensor | None:
-        """`(1 or B, q)` int64, or None; of positions in three dimensions the first dimension."""
-        ids: Tensor | None = self.given.get("position_ids")
+        """`(1 or B, q)` int64, or None; of positions in three dimensions the first dimension.
+
+        The decoder's own, if it does not hand them to its attention modules.
+        """
+        given: Tensor | None = self.given.get("position_ids")
+        ids: Tensor | None = self.forward.given.get("position_ids") if given is None else given
         return ids if ids is None or ids.dim() == 2 else ids[0]
 
     def occupied(self, layer: PrunedLayer) -> Tensor | None:
@@ -131,7 +135,7 @@ def step_of(scope: ScopeState, passed: AttentionPass) -> Step:
         states["query"] = passed.query.states
     if cos_sin is not None:
         states["cos"], states["sin"] = cos_sin
-    if ids is not None:
+    if ids is not None and passed.given.get("position_ids") is not None:  # in all forwards
         states["position_ids"] = ids.unsqueeze(-1)
     return Step(passed.hidden_states.shape[1], states)
 

@@ -123,10 +123,18 @@ def test_presses_that_know_too_few_queries(package):
         assert all(set(wanted) <= set(head) for head in held(cache)[0][0])
 
 
-@pytest.mark.parametrize("rerotate", [False, True])
+def _without_positions(_, args, given):
+    return args, {**given, "position_ids": None}
+
+
+@pytest.mark.parametrize("rerotate", [False, True, None])
 def test_padding_that_positions_count(package, rerotate):
     """Without `position_ids` models count padding too; rotary embeddings see distances only."""
-    model, press = make(), package.StreamingLLMDecodingPress(16, 3, rerotate)
+    model, press = make(), package.StreamingLLMDecodingPress(16, 3, bool(rerotate))
+    if rerotate is None:  # and attention modules do not get them
+        press = package.DecodingPress(package.ExpectedAttentionPress(n_sink=2), 4, 16)
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(_without_positions, with_kwargs=True)
     ids, mask, positions = left_padded(3, 40, [0, 13, 33])
     runs = [[], []]
     for counted, run in zip((True, False), runs, strict=True):

@@ -134,6 +134,10 @@ def test_what_is_known_of_some_tokens_is_not_aligned_to_all_keys():
 
 
 def test_positions_that_a_model_does_not_tell_count_from_zero():
-    call = _call(record("llama", LENGTH), position_ids=None)
+    recorded = record("llama", LENGTH)
+    call = _call(recorded, position_ids=None)
     assert call.next_position.tolist() == [[LENGTH]]
     assert call.chunk(2, 5).key_positions().tolist() == [[[2, 3, 4]]]
+    step, rotary = call.hidden_states[:, -1:], torch.arange(LENGTH)[None, None]
+    decoding = _call(recorded, hidden_states=step, position_ids=None, rotary_positions=rotary)
+    assert decoding.next_position.tolist() == [[LENGTH]]
