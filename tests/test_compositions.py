@@ -133,6 +133,9 @@ def test_ratios_of_composed_presses_multiply(package):
     press = package.ComposedPress(inner)
     assert press.compression_ratio == pytest.approx(1 - 0.5 * 0.8 * 0.25)
     assert package.ComposedPress([package.ThinKPress(0.5)]).compression_ratio == 0.25
+    snapkv, think = package.SnapKVPress(0.5), package.ThinKPress(0.5)
+    assert package.ComposedPress([think, inner[0]]).keeps(100) == 50
+    assert package.KeyRerotationPress(package.ComposedPress([inner[0], snapkv])).keeps(100) == 50
     cache = filled(make(), press, token_ids(1, LENGTH))
     assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {6}
 

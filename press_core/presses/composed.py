@@ -5,6 +5,7 @@ ChunkKV (arXiv 2502.00299) is one of those that decide chunk by chunk or block b
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
+from functools import reduce
 from math import log, prod
 from typing import Any
 
@@ -78,6 +79,9 @@ class Composed(Composition):
     @property
     def amount(self) -> Amount:
         return 1 - prod(1 - press.requested_ratio for press in self.presses)
+
+    def keeps(self, length: int) -> int:
+        return reduce(lambda n, press: press.keeps(n), self.presses, length)
 
     def compress(self, call: AttentionCall) -> Eviction:
         eviction = Eviction.nothing(call)
@@ -204,6 +208,9 @@ class KeyRerotation(Wrapper):
     )
 
     needs = Needs.ROPE | Needs.NEW_POSITIONS
+
+    def keeps(self, length: int) -> int:
+        return self.press.keeps(length)
 
     def compress(self, call: AttentionCall) -> Eviction:
         return self.press.evict(call).rerotated()
