@@ -171,8 +171,8 @@ def _taking_both(
             return bound(*args, **kwargs)
         own = _with_ratio_of(press, call)
         returned = translate(_bound(method, own, type(press)), call)
-        stored = vars(own).items() if own is not press else ()
-        vars(press).update({name: x for name, x in stored if name != press.ratio_field})
+        stored = vars(own).keys() - {press.ratio_field, "prepared_as"}
+        vars(press).update({name: vars(own)[name] for name in stored})
         return returned
 
     both.takes_both = True  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ def _with_ratio_of(press: Any, call: AttentionCall) -> Any:
         n = press.budget(call)
     elif amount is None or n is None or n == n_kept(call.length, amount):
         return press
-    return press.changed(**{press.ratio_field: max(0.0, 1 - (n + 0.5) / call.length)})
+    return press.with_ratio(max(0.0, 1 - (n + 0.5) / call.length))
 
 
 def _bound(method: Any, press: Any, cls: type) -> Any:

@@ -328,15 +328,20 @@ def test_a_ratio_may_be_a_property():
 )
 def test_methods_read_the_ratio_that_is_asked_of_them(opened):
     class Own(NegativeNormPress):
+        def prepare(self, model):
+            prepared.append(self)
+
         def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+            kwargs["attention_call"].prepared(self)
             self.calls = getattr(self, "calls", 0) + 1
             n = int(keys.shape[2] * (1 - self.compression_ratio))
             return keys[:, :, -n:], values[:, :, -n:]
 
-    model, press = build("llama"), Own()
+    prepared, model, press = [], build("llama"), Own()
     cache = ran(model, opened(press), [token_ids(1, 20), *token_ids(4, 1).split(1)])[0]
     held = {n for lengths in kept_lengths(cache) for n in lengths.flatten().tolist()}
     assert held in ({12}, {16})  # at the last step, or at once
+    assert len(prepared) == 1
     assert press.compression_ratio == 0.0
 
 
