@@ -44,7 +44,7 @@ class CacheFileError(PressError, ValueError):
 
 
 def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """The description in a file (empty if it has none), and copies of its tensors.
+    """The description in a file (empty if it has none), and its tensors, read when they are used.
 
     Args:
         group: read only tensors whose names start with `group` and a dot; None: all.
@@ -55,18 +55,18 @@ def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Ten
     with safe_open(path, framework="pt") as file:
         about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
         names = [n for n in file.keys() if group is None or n.split(".")[0] == group]  # noqa: SIM118
-        return about, {name: file.get_tensor(name).clone() for name in names}
+        return about, {name: file.get_tensor(name) for name in names}
 
 
 def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file in float32 or better.
+    """Copies of the tensors of a file, in float32 or better.
 
     Raises:
         ValueError: if one of them is not of a floating-point dtype.
     """
     for name, tensor in tensors.items():
         require(tensor.is_floating_point(), f"{name!r:.80} is of {tensor.dtype}, not of floats")
-    return {name: upcast(x) for name, x in tensors.items()}
+    return {name: upcast(x.clone()) for name, x in tensors.items()}
 
 
 def require(holds: bool, what: str) -> None:
@@ -247,6 +247,7 @@ def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         ValueError: if the contents do not match the seal.
     """
+    tensors = {name: x.clone() for name, x in tensors.items()}
     whole = description["seal"] == _seal(description["is"], tensors)
     require(whole, "it is not as it was written")
 

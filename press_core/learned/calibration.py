@@ -143,7 +143,7 @@ class Calibration:
             Path of the file.
 
         Raises:
-            CalibrationError: if it cannot be written.
+            CalibrationError: if it cannot be written, or if another kind of file is there.
         """
         path = Path(path)
         path = path if path.suffix == ".safetensors" else path / self.file_name
@@ -151,6 +151,8 @@ class Calibration:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
         with refused(path, "cannot be written", CalibrationError):
             path.parent.mkdir(parents=True, exist_ok=True)
+            fits = not path.exists() or read(path)[0].get("kind") == self.kind
+            require(fits, f"another file is there, not {self.kind}; give another name")
             write(path, tensors, about, overwrite=True)
         return path
 
@@ -168,20 +170,17 @@ class Calibration:
         """
         names = dict.fromkeys((*(file_names or cls.file_names), cls.published_files[0]))
         path = _found(cls, source, tuple(names))
-        tensors, holds = _read(path.resolve(), path.stat().st_mtime_ns)
-        if holds not in (cls.kind, ""):
-            raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {cls.kind}")
-        names_found = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
-        what = f"holds no {cls.kind.removeprefix('a ')}; it holds {names_found}"
-        with refused(path, what, CalibrationError):
-            return cls.of(tensors if holds else cls.published(tensors, path.parent))
+        kind: Any = cls  # mypy takes no generic class for hashable
+        loaded: F = _loaded(kind, path.absolute(), path.stat().st_mtime_ns)
+        return loaded
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
         """The tensors of published files, by field.
 
         Args:
-            tensors: those of the first of `published_files`, by their published names.
+            tensors: those of the first of `published_files`, by their published names; they are
+                read when they are used.
             folder: where the other published files are.
 
         Raises:
@@ -236,13 +235,26 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
-    """The tensors in the file at `path`, and its `kind` ("" in published files).
-
-    Cached, as presses open often.
+def _loaded(kind: type[Calibration], path: Path, _modified: int) -> Any:
+    """The calibration in the file at `path`; cached, as presses open often.
 
     Args:
         _modified: modification time in ns, a part of the cache key only.
+
+    Raises:
+        CalibrationError: if the file cannot be read as this kind.
+    """
+    tensors, holds = _read(path)
+    if holds not in (kind.kind, ""):
+        raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {kind.kind}")
+    names = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
+    what = f"holds no {kind.kind.removeprefix('a ')}; it holds {names}"
+    with refused(path, what, CalibrationError):
+        return kind.of(floats(tensors if holds else kind.published(tensors, path.parent)))
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors in the file at `path`, and its `kind` ("" in published files).
 
     Raises:
         CalibrationError: if the file cannot be read, or has a newer version of the format.
@@ -254,13 +266,13 @@ def _read(path: Path, _modified: int) -> tuple[dict[str, Tensor], str]:
         )
     with refused(path, "cannot be read", CalibrationError):
         if path.suffix == ".tsv":  # some authors publish one unnamed array in these formats
-            return floats({"": torch.as_tensor(np.loadtxt(path, dtype=np.float32, ndmin=2))}), ""
+            return {"": torch.as_tensor(np.loadtxt(path, dtype=np.float32, ndmin=2))}, ""
         if path.suffix == ".npy":
-            return floats({"": torch.as_tensor(np.load(path, allow_pickle=False))}), ""
+            return {"": torch.as_tensor(np.load(path, allow_pickle=False))}, ""
         about, tensors = read(path)
         if about:
             check_version(about, FORMAT_VERSION)
-        return floats(tensors), about["kind"] if about else ""
+        return tensors, about["kind"] if about else ""
 
 
 def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:

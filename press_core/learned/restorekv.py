@@ -17,7 +17,7 @@ from torch.nn.functional import kl_div, pad
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
-from press_core.files.files import floats, read
+from press_core.files.files import read
 from press_core.forward import Forward, cache_of, with_cache
 from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
 from press_core.learned.running import Batch, rows_alone
@@ -26,6 +26,7 @@ from press_core.probe import attention_sites
 from press_core.replay.kvzip import KVzip, RepeatPrompts
 from press_core.replay.rows import Row, States, in_this_thread
 from press_core.scope import ScopeState
+from press_core.select import upcast
 
 N_TOKENS = 8
 """Number of learned tokens (restore tokens)."""
@@ -88,12 +89,14 @@ class RestoreAdapter(Calibration):
             raise ValueError("it holds an adapter of another kind than LoRA")
         rank = about["r"] ** 0.5 if about.get("use_rslora") else about["r"]
         parts = {"A": ("down", 1.0), "B": ("up", about["lora_alpha"] / rank)}
-        adapter = {"embeddings": floats(read(embeddings)[1])["restore_embeddings"]}
+        adapter = {"embeddings": read(embeddings)[1]["restore_embeddings"]}
         for name, tensor in tensors.items():
             layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
             if part in parts:
                 field, factor = parts[part]
-                adapter[f"{field}.{layer.removeprefix('base_model.model.')}"] = tensor * factor
+                adapter[f"{field}.{layer.removeprefix('base_model.model.')}"] = (
+                    upcast(tensor) * factor
+                )
         return adapter
 
 
@@ -110,7 +113,7 @@ def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
             n_out, n_in = layer.weight.shape
             drawn = torch.randn(rank, n_in, generator=generator, device="cpu")
             down[name] = (drawn / n_in**0.5).to(embedding)
-            up[name] = torch.zeros(n_out, rank, device=embedding.device)
+            up[name] = embedding.new_zeros(n_out, rank)
     return RestoreAdapter(embedding[chosen.to(embedding.device)].clone(), down, up)
 
 
@@ -266,16 +269,17 @@ class RestoreKV(KVzip, LearnedPress):
             optimizer = torch.optim.AdamW(
                 learned_parts.values(), lr=learning_rate, weight_decay=0.0
             )
-            n_rows = 0
-            for done, row in _rows(token_batches, n_batches, n_following + N_TOKENS):
+            n_rows, rows = 0, _rows(token_batches, n_batches, n_following + N_TOKENS)
+            for n_rows, (done, row) in enumerate(rows, 1):
                 optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2
-                pruner = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
+                pruner = press.with_ratio(
+                    compression_ratios[(n_rows - 1) % len(compression_ratios)]
+                )
                 parts = row.to(device_of(model)).split([row.shape[1] - n_following, n_following], 1)
                 optimizer.zero_grad()
                 loss = distillation_loss(model, pruner, *parts)
                 loss.backward(inputs=[*learned_parts.values()])
                 optimizer.step()
-                n_rows += 1
             if not n_rows:
                 raise CalibrationError(
                     f"token_batches holds no row of more than {n_following + N_TOKENS} tokens "

@@ -29,14 +29,9 @@ from tests.press_core.drawn import DIM, FITS, KV_HEADS, LAYERS, PUBLISHED, drawn
 FILTERS, STATS, MLP, LINEAR, GATES, CURVES = (
     FITS[name] for name in ("filters", "stats", "mlp", "linear", "gates", "curves")
 )
-NAMES = {
-    "filters": "qfilters.safetensors",
-    "stats": "expected_attention_stats.safetensors",
-    "linear": "kvzap-linear.safetensors",
-    "mlp": "kvzap-mlp.safetensors",
-    "gates": "fast_kvzip_gates.safetensors",
-    "curves": "lukv_curves.safetensors",
-}
+NAMES = {"filters": "qfilters", "stats": "expected_attention_stats", "linear": "kvzap-linear"}
+NAMES |= {"mlp": "kvzap-mlp", "gates": "fast_kvzip_gates", "curves": "lukv_curves"}
+NAMES |= {"head scores": "duo_head_scores", "adapter": "restorekv"}
 """What a file is called beside a model."""
 of_every_kind = pytest.mark.parametrize("name", FITS)
 
@@ -82,7 +77,7 @@ def test_what_is_saved_is_loaded(name, tmp_path):
     fit = FITS[name]
     beside = fit.save(tmp_path / "new" / "folder")
     alone = fit.save(str(tmp_path / "other.safetensors"))
-    assert beside == tmp_path / "new" / "folder" / NAMES.get(name, fit.file_name)
+    assert beside == tmp_path / "new" / "folder" / f"{NAMES[name]}.safetensors"
     assert alone == tmp_path / "other.safetensors"
     for source in (beside, str(beside.parent), alone, str(alone)):
         assert same(type(fit).load(source), fit)
@@ -120,11 +115,14 @@ def about(version):
     return {"hook-or-patch": json.dumps({"kind": "Q-filters", "version": version})}
 
 
-def test_files_of_something_else_are_refused(tmp_path):
+def test_files_of_something_else_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     with pytest.raises(CalibrationError, match=r"'Q-filters'.*KVzap"):
         KVzapRegressor.load(FILTERS.save(tmp_path))
     save_file({"embed_tokens.weight": torch.zeros(2, 2)}, path)
+    with pytest.raises(CalibrationError, match=r"model\.safetensors' .*not Q-filters"):
+        FILTERS.save(path)
+    monkeypatch.setattr(torch.Tensor, "clone", None)  # not read before it is refused
     for kind in (QFilters, ExpectedAttentionStats, KVzapRegressor):
         with pytest.raises(CalibrationError, match=r"'embed_tokens\.weight'"):
             kind.load(path)
