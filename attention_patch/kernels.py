@@ -113,7 +113,7 @@ def queries_of(
     return Query(
         site.grouped(query),
         visible,
-        site.scaling if scaling is None else scaling,
+        site.softmax.scaling if scaling is None else scaling,
         site.softmax.softcap,
         site.sinks if sinks is None else sinks,
     )

@@ -157,7 +157,7 @@ def causal_weights(
     logits = space.resize_(*queries.shape[:4], length)
     # In 16 bits, large products would overflow, or lose what tells tokens apart.
     left, right = upcast(queries.flatten(2, 3).flatten(0, 1)), upcast(keys.flatten(0, 1)).mT
-    logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=site.scaling)
+    logits.view(*left.shape[:2], -1).baddbmm_(left, right, beta=0, alpha=site.softmax.scaling)
     if site.softmax.softcap is not None:
         logits = logits.div_(site.softmax.softcap).tanh_().mul_(site.softmax.softcap)
     future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=keys.device).triu(1)

@@ -245,7 +245,7 @@ def _with_fake_keys(
 ) -> Any:
     _, query, key, *_ = given
     rows, heads, _ = slots
-    key[slots] = unattended(query, key.shape[1], site.scaling).to(key.dtype)[rows, heads]
+    key[slots] = unattended(query, key.shape[1], site.softmax.scaling).to(key.dtype)[rows, heads]
     return attend(*given, **more)
 
 

@@ -128,11 +128,6 @@ class AttentionSite:
     refusals: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
-    def scaling(self) -> float:
-        """Factor on the attention logits."""
-        return self.softmax.scaling
-
-    @property
     def rotary_in_3d(self) -> Rotary | None:
         """The rotation, if the model gives images positions in three dimensions; else None.
 

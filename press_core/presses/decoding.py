@@ -11,7 +11,7 @@ from torch import Tensor
 from press_core.attention import received_attention
 from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
-from press_core.eviction import Eviction, memory_of
+from press_core.eviction import Eviction
 from press_core.fields import amount_field, count, limited, require, share
 from press_core.press import Press, RatioPress
 from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, acts_in_prefill_only
@@ -217,13 +217,11 @@ class PrefillDecoding(Composition):
             allowed = "one that leaves heads of one length and all channels, to be pruned again"
             require(self, "prefilling_press", fits, allowed)
 
+    remember = Press.remember  # of the part that acts
+
     def compress(self, call: AttentionCall) -> Eviction:
         press = self._acting(call)
         return Eviction.nothing(call) if press is None else press.evict(call)
-
-    def remember(self, call: AttentionCall) -> Mapping[str, Tensor]:
-        press = self._acting(call)
-        return {} if press is None else memory_of([press], call)
 
     def _acting(self, call: AttentionCall) -> Press | None:
         return self.decoding_press if call.when.decoding else self.prefilling_press

@@ -128,7 +128,7 @@ def attention_row(call, row, head, token):
     assert not call.query.is_rotated
     query = rotated(call.query.states[row, head, token], token)
     keys = call.keys[row, head // GROUP, : token + 1]
-    logits = torch.stack([key @ query for key in keys]) * call.site.scaling
+    logits = torch.stack([key @ query for key in keys]) * call.site.softmax.scaling
     cap = call.site.softmax.softcap
     if cap is not None:
         logits = cap * (logits / cap).tanh()
