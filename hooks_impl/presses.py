@@ -1,5 +1,7 @@
 """The presses, installed by hooks: each is its formula and the mechanism, and nothing else."""
 
+from functools import partial
+
 from hooks_impl.mechanism import BasePress, ScorerPress
 from press_core import formulas
 
@@ -65,7 +67,7 @@ class KnormPress(formulas.Knorm, ScorerPress): ...
 
 
 class KVzapPress(formulas.KVzap, ScorerPress):
-    teacher = KVzipPress
+    teacher = partial(KVzipPress, kvzip_plus_normalization=True)
 
 
 class LagKVPress(formulas.LagKV, ScorerPress): ...

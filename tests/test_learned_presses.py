@@ -1,12 +1,14 @@
 """Presses that learned something about a model: one contract for all, with both mechanisms."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import patch_impl
 from experiments.testbed.compare import Inputs, compare
 from experiments.testbed.recipes import PROMPTS
 from press_core import Needs, PressError, UnsupportedModelError, attention_sites
@@ -64,11 +66,12 @@ def make(name, package, model, **fields):
 
 
 def learn(name, package, model, batches):
-    press = package.PRESSES[name]
+    press, kvzip = package.PRESSES.get(name), package.KVzipPress(prompts=PROMPTS)
     ways: dict[str, Callable[[], Calibration]] = {
         "ExpectedAttentionStatsPress": lambda: press.collect(model, batches),
         "QFilterPress": lambda: press.fit(model, batches),
         "KVzapPress": lambda: press.fit(model, batches, norms, model_type="linear"),
+        "KVzip": lambda: package.KVzapPress.fit(model, batches, kvzip.scores, model_type="linear"),
         "FastKVzipPress": lambda: press.fit(model, batches, norms, rank=3, n_base=2, steps=15),
         "LUKVPress": lambda: press.fit(model, batches, package.SnapKVPress(window_size=4)),
         "DuoAttentionPress": lambda: press.measure(model, batches, 2, 6),
@@ -128,6 +131,20 @@ def test_both_mechanisms_learn_the_same_and_leave_nothing_on_the_model(name, fam
     assert not any(x.requires_grad or x.is_inference() for x in fits[0].tensors.values())
 
 
+@pytest.mark.parametrize("name", ["QFilterPress", "LUKVPress", "DuoAttentionPress", "KVzip"])
+@both
+def test_forwards_of_other_threads_and_outer_scopes_teach_nothing(package, name):
+    model, ids = build("llama"), token_ids(3, 25)
+    alone = learn(name, package, model, [ids])
+
+    def batches():
+        ThreadPoolExecutor(1).submit(model, token_ids(1, 30, seed=1)).result()
+        yield ids
+
+    with patch_impl.KnormPress(0.5)(model):
+        assert same(learn(name, package, model, batches()), alone)
+
+
 @pytest.mark.parametrize("name", [name for name in SCORING if name != "FastKVzipPress"])
 def test_how_tokens_are_batched_does_not_matter(package, name):
     model = build("llama", dtype=torch.float64 if name == "LUKVPress" else torch.float32)
@@ -166,13 +183,12 @@ def test_statistics_need_rotary_embeddings(package):
 @both
 def test_kvzip_is_what_is_learned_by_default(package, name, monkeypatch):
     """Plus its normalization, for KVzap."""
-    model, press, made = build("llama"), package.PRESSES[name], []
+    model, press = build("llama"), package.PRESSES[name]
     fields = {"model_type": "linear"} if name == "KVzapPress" else {"rank": 2, "steps": 3}
     teacher = SimpleNamespace(bind=lambda _: teacher, scores=norms)
-    assert press.teacher is package.KVzipPress
-    monkeypatch.setattr(press, "teacher", lambda **asked: made.append(asked) or teacher)
+    assert press.teacher() == package.KVzipPress(kvzip_plus_normalization=name == "KVzapPress")
+    monkeypatch.setattr(press, "teacher", lambda: teacher)
     taught = press.fit(model, [token_ids(2, 30)], **fields)
-    assert made == [{"kvzip_plus_normalization": True} if name == "KVzapPress" else {}]
     assert same(taught, press.fit(model, [token_ids(2, 30)], norms, **fields))
 
 

@@ -174,7 +174,6 @@ class KVzap(RatioScorer, TaughtPress):
 
     independent = True
     needs = Needs.FORWARD
-    teacher_fields = {"kvzip_plus_normalization": True}  # noqa: RUF012
     learn = staticmethod(fit_regressor)
 
     def file_names(self) -> tuple[str, ...]:

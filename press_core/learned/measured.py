@@ -7,6 +7,7 @@ much each head retrieves.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,12 @@ def query_moments(
     model: Any,
     token_batches: Iterable[Batch],
     queries_of: Callable[[AttentionCall], Tensor],
-    reads: Needs,
 ) -> list[Tensor]:
     """First and second moment of queries, `(L, H, d)` and `(L, H, d, d)`, float64 on the CPU.
 
     Args:
+        collector: of calls with what `queries_of` needs.
         queries_of: returns the queries `(B, H, n, d)` of a call to measure.
-        reads: what `queries_of` needs.
 
     Raises:
         CalibrationError: if there were no queries.
@@ -52,7 +52,7 @@ def query_moments(
         of_head = queries_of(call).double().transpose(0, 1).flatten(1, 2)  # (H, B * n, d)
         means.add(call.site, of_head.shape[1], of_head.sum(dim=1), of_head.mT @ of_head)
 
-    run(model, token_batches, collector(add, reads=reads))
+    run(model, token_batches, collector(add))
     return means.stacked()
 
 
@@ -135,12 +135,10 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
         Raises:
             CalibrationError: if there are no tokens.
         """
-
-        def queries_of(call: AttentionCall) -> Tensor:
-            return call.queries_before_rope()[:, :, n_sink:]
-
-        reads = Needs.QUERIES | Needs.ROPE
-        mean, second = query_moments(cls.collector, model, token_batches, queries_of, reads)
+        collector = partial(cls.collector, reads=Needs.QUERIES | Needs.ROPE)
+        mean, second = query_moments(
+            collector, model, token_batches, lambda call: call.queries_before_rope()[:, :, n_sink:]
+        )
         covariance = second - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         return ExpectedAttentionStats(mean.float(), covariance.float())
 
@@ -207,9 +205,7 @@ class QFilter(RatioScorer, LearnedPress):
         Raises:
             CalibrationError: if there are no tokens.
         """
-        moments = query_moments(
-            cls.collector, model, token_batches, AttentionCall.queries, Needs.QUERIES
-        )
+        moments = query_moments(cls.collector, model, token_batches, AttentionCall.queries)
         n_kv = attention_sites(model)[0].num_kv_heads
         mean, second = (x.unflatten(1, (n_kv, -1)).mean(dim=2) for x in moments)
         return QFilters(filter_directions(mean, second).float())

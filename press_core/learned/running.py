@@ -1,6 +1,7 @@
 """Running a model to calibrate presses: means over texts, and scores learned from hidden states."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from press_core.call import AttentionCall
+from press_core.forward import current
 from press_core.learned.calibration import CalibrationError, LearnedPress
 from press_core.model.decoder import device_of, has_encoder
 from press_core.model.sites import AttentionSite, n_layers_of
@@ -24,8 +26,8 @@ def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> Non
     """Run `model`, without its language-model head, on all batches in the scope of `collector`."""
     if has_encoder(model):
         raise CalibrationError(f"{type(model).__name__} has an encoder; pass a decoder-only model")
-    body = getattr(model, "base_model", model)
-    with collector(model), torch.no_grad():
+    body, own = getattr(model, "base_model", model), collector.changed(thread=threading.get_ident())
+    with own(model), current.apart("pruning"), torch.no_grad():
         for ids in rows_alone(token_batches):
             body(input_ids=ids.to(device_of(model)), use_cache=True)
 
@@ -34,7 +36,9 @@ def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
     """Token ids `(b, S)` without padding: whole batches if they have none, else row by row."""
     for batch in token_batches:
         given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        ids, mask = given["input_ids"], given.get("attention_mask")
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            raise CalibrationError("pass a list of token ids (B, S) or of dicts with input_ids")
         if mask is None or bool(mask.all()):
             yield ids
         else:
@@ -165,14 +169,12 @@ class TaughtPress(LearnedPress):
     """A press whose calibration predicts the scores of a teacher press from hidden states.
 
     Attributes:
-        teacher: class attribute; the class of the teacher, KVzip.
-        teacher_fields: class attribute; arguments of the teacher.
+        teacher: class attribute; makes the teacher, KVzip.
         learn: class attribute; from `Examples`, `steps`, `seed` and the keyword arguments `shape`
             of `fit` to the calibration.
     """
 
     teacher: ClassVar[Callable[..., Any]]
-    teacher_fields: ClassVar[Mapping[str, Any]] = {}
     learn: ClassVar[Callable[..., Any]]
 
     @classmethod
@@ -216,7 +218,7 @@ class TaughtPress(LearnedPress):
             TypeError: if the calibration has no such `shape` argument.
         """
         inspect.signature(cls.learn).bind(None, **shape)  # fails before the model is run
-        scored = cls.teacher(**cls.teacher_fields).scores if scores is None else scores
+        scored = cls.teacher().scores if scores is None else scores
         examples = Examples(max_tokens)
         for ids in rows_alone(token_batches):
             ids = ids.to(device_of(model))
@@ -243,7 +245,7 @@ def trained(
         steps: number of AdamW steps, of at most 512 tokens each.
         generator: draws the tokens of each step.
     """
-    parameters = [parameter.clone().requires_grad_() for parameter in start]
+    parameters = [parameter.float().clone().requires_grad_() for parameter in start]
     optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     with torch.enable_grad():

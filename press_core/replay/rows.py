@@ -146,7 +146,7 @@ class ReplayPress(RatioPress, InstalledPress):
         Layers that presses do not work on get zeros.
         """
         scope = bound_to(self, model)
-        with torch.no_grad(), rotating_as_before(model):
+        with current.apart("pruning"), torch.no_grad(), rotating_as_before(model):
             cache = cache_of(scope.decoder(input_ids=input_ids, use_cache=True))
             self._require_plain(scope, cache, None)
             rows = [

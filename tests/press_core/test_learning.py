@@ -1,6 +1,7 @@
 """What presses learn from examples is what there was to learn."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def gates(seed):
 
 
 @pytest.mark.parametrize("learn", [regressor, gates])
-def test_a_seed_decides_all_whatever_else_is_drawn(learn):
+def test_a_seed_decides_all_whatever_else_is_drawn(learn, request):
     one = learn(5)
     state = torch.manual_seed(2).get_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
@@ -137,6 +138,9 @@ def test_a_seed_decides_all_whatever_else_is_drawn(learn):
         assert (tensor.dtype, tensor.requires_grad) == (torch.float32, False)
         assert not two.tensors[name].is_inference()
     assert any(not torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(torch.float64)
+    assert learn(5).sizes == one.sizes
 
 
 # ---- examples ------------------------------------------------------------------------------------
@@ -178,5 +182,8 @@ def test_batches_without_padding_are_run_whole():
     whole = list(rows_alone(batches))
     assert len(whole) == 3
     assert all(torch.equal(batch, ids) for batch in whole)
+    for no_batches in (ids, batches[-1], [[ids]], [{}]):
+        with pytest.raises(CalibrationError, match=r"list of token ids \(B, S\)"):
+            list(rows_alone(no_batches))
     alone = rows_alone([{"input_ids": ids, "attention_mask": padded}])
     assert [row.tolist() for row in alone] == [[[3]], [[4, 5, 6, 7]]]
