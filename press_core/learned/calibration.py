@@ -170,9 +170,8 @@ class Calibration:
         """
         names = dict.fromkeys((*(file_names or cls.file_names), cls.published_files[0]))
         path = _found(cls, source, tuple(names))
-        kind: Any = cls  # mypy takes no generic class for hashable
-        loaded: F = _loaded(kind, path.absolute(), path.stat().st_mtime_ns)
-        return loaded
+        fit: F = _loaded(cls, path.absolute(), path.stat().st_mtime_ns)  # type: ignore[arg-type]
+        return fit
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:

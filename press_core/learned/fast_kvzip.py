@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,12 +168,8 @@ def _first_gate(
     site: AttentionSite, rank: int, n_base: int, targets: Tensor, width: int, seed: int
 ) -> Gate:
     """A random gate whose output for any token is close to the mean of `targets`."""
-    n_heads, n_kv, generator = site.num_heads, site.num_kv_heads, torch.Generator()
-    generator.manual_seed(seed)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    n_heads, n_kv = site.num_heads, site.num_kv_heads
+    drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     mean = targets.mean(dim=0).clamp(1e-4, 1 - 1e-4)
     return Gate(
         query_weight=drawn(n_heads, rank, width) * width**-0.5,

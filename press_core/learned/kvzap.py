@@ -98,16 +98,13 @@ def fit_regressor(
     def learn(states: Tensor, targets: Tensor) -> list[Tensor]:
         x, x_mean, x_scale = _standardised(states)
         y, y_mean, y_scale = _standardised(targets.clamp(min=SMALLEST_SCORE).log())
-        if model_type == "linear":
-            layers = [_ridge(x, y)]
-        else:
-            layers = _mlp(x, y, hidden_dim or max(1, states.shape[1] // 8), steps, seed)
-        # The standardisation is folded into the weights; `layers` begins with the output layer.
-        weight, bias = layers[0]
-        layers[0] = weight * y_scale.unsqueeze(-1), bias * y_scale + y_mean
-        weight, bias = layers[-1]
-        layers[-1] = weight / x_scale, bias - (weight / x_scale) @ x_mean
-        return [x for layer in layers for x in layer]
+        width = hidden_dim or max(1, states.shape[1] // 8)
+        found = _ridge(x, y) if model_type == "linear" else _mlp(x, y, width, steps, seed)
+        # The standardisation is folded into the weights; the output layer comes first.
+        found[:2] = found[0] * y_scale.unsqueeze(-1), found[1] * y_scale + y_mean
+        weight = found[-2] / x_scale
+        found[-2:] = weight, found[-1] - weight @ x_mean
+        return found
 
     return KVzapRegressor(*examples.fitted(learn))
 
@@ -119,16 +116,16 @@ def _standardised(columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ((columns - mean) / scale).float(), mean, scale
 
 
-def _ridge(x: Tensor, y: Tensor, penalty: float = 1e-3) -> tuple[Tensor, Tensor]:
+def _ridge(x: Tensor, y: Tensor, penalty: float = 1e-3) -> list[Tensor]:
     """Weight `(H_kv, D)` and bias `(H_kv,)` of a ridge regression in closed form, float64."""
     inputs, targets = x.double(), y.double()
     gram = inputs.mT @ inputs / len(inputs)
     gram.diagonal().add_(penalty)
     weight = torch.linalg.solve(gram, inputs.mT @ targets / len(inputs)).mT
-    return weight, weight.new_zeros(len(weight))
+    return [weight, weight.new_zeros(len(weight))]
 
 
-def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[Tensor]:
     """Weight and bias of the output layer and of the hidden layer, float64, trained with AdamW."""
     generator = torch.Generator().manual_seed(seed)
     (n, n_in), n_out = x.shape, y.shape[1]
@@ -144,8 +141,7 @@ def _mlp(x: Tensor, y: Tensor, width: int, steps: int, seed: int) -> list[tuple[
         states = gelu(linear(x[rows], hidden_weight, hidden_bias))
         return mse_loss(linear(states, weight, bias), y[rows])
 
-    learned = [x.double() for x in trained(start, loss_of, n, steps, generator)]
-    return [(learned[0], learned[1]), (learned[2], learned[3])]
+    return [x.double() for x in trained(start, loss_of, n, steps, generator)]
 
 
 # ---- the press -----------------------------------------------------------------------------------

@@ -224,8 +224,7 @@ def non_causal_scores(queries: Tensor, keys: Tensor, values: Tensor, chunk_size:
         grouped = upcast(queries[:, :, chunk]).reshape(batch, n_kv, -1, d)
         for rows in grouped.split(_ROWS, dim=2):
             received[:, :, chunk] += (rows @ chunk_keys.mT).softmax(dim=-1).sum(dim=2)
-    attention = received / (queries.shape[1] // n_kv)
-    weighted = attention * upcast(values).norm(dim=-1)
+    weighted = received / (queries.shape[1] // n_kv) * upcast(values).norm(dim=-1)
     return standardised(avg_pool1d(weighted, kernel_size=3, stride=1, padding=1))
 
 
@@ -269,18 +268,15 @@ class Compactor(RatioScorer):
 
     def score(self, call: AttentionCall) -> Tensor:
         """Leverage blended with non-causal attention between the ends; the ends are protected."""
-        first, last = self.sink_size_start, self.sink_size_end
+        first, last, n = self.sink_size_start, self.sink_size_end, self.sketch_dimension
         middle, layer = slice(first, call.length - last), call.site.layer_idx
         # No name is bound to the keys before RoPE, so that this layer-sized tensor is freed early.
-        leverage = leverage_scores(
-            call.keys_before_rope()[:, :, middle], self.sketch_dimension, layer
-        )
+        leverage = leverage_scores(call.keys_before_rope()[:, :, middle], n, layer)
         states = queries_of_all_keys(call), call.keys, call.values
         queries, keys, values = (x[:, :, middle] for x in states)
         attention = non_causal_scores(queries, keys, values, self.chunk_size)
-        blending = self.blending
+        given, blending = call.budget, self.blending
         if blending is None:
-            given = call.budget
             blending = self.ratio_of(call.length) if given is None else 1 - given / call.length
         return with_ends(blending * leverage + attention, first, last)
 
@@ -315,12 +311,8 @@ class CUR(RatioScorer):
     def score(self, call: AttentionCall) -> Tensor:
         """The leverage scores chosen by `leverage_type`, divided by their sum over the tokens."""
         key, value = (self._leverage(x, call.site.layer_idx) for x in (call.keys, call.values))
-        combined = {
-            "key": key,
-            "value": value,
-            "kv_avg": (key + value) / 2,
-            "kv_product": key * value,
-        }
+        mean, product = (key + value) / 2, key * value
+        combined = {"key": key, "value": value, "kv_avg": mean, "kv_product": product}
         scores = _shares(combined[self.leverage_type])
         return protect(scores, leading(call.keys, self.num_sinks))
 
