@@ -223,8 +223,7 @@ def test_sinks_and_window_at_each_step(package, family, rerotate, capacity, n_si
     model, whole = make(family), Whole(make(family))
     press = package.StreamingLLMDecodingPress(capacity, n_sink, rerotate)
     cache = DynamicCache(config=model.config)
-    left = []
-    seen = n_cuts = 0
+    left, seen, n_cuts = [], 0, 0
     with press(model):
         for ids in forwards([12, 1, 9, 1, 1, 3, *[1] * 18], batch=2):
             n_cuts += len(left) > capacity
@@ -254,8 +253,7 @@ def test_positions_in_the_cache(package, family, dtype, atol):
     """
     model = make(family, num_layers=1, dtype=dtype)
     cache, given = DynamicCache(config=model.config), forwards([30, 3, *[1] * 150])
-    everything, left, seen = torch.cat(given, dim=1), [], 0
-    sizes = []
+    everything, left, seen, sizes = torch.cat(given, dim=1), [], 0, []
     with package.StreamingLLMDecodingPress(16, 4, rerotate=True)(model):
         for step, ids in enumerate(given):
             left = streamed(left, 16, 4) + list(range(seen, seen + ids.shape[1]))
@@ -283,8 +281,7 @@ def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
         def score(self, *arguments):
             return super().score(*arguments)
 
-    model = make()
-    kept = {}
+    model, kept = make(), {}
     for base in (package.KnormPress(), package.SnapKVPress(window_size=4), InOwnWords()):
         cache = DynamicCache(config=model.config)
         press = package.CriticalKVPress(base) if wrapped else base

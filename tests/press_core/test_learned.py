@@ -15,20 +15,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from press_core.formulas import ExpectedAttentionWithStats, KVzap, QFilter
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.fast_kvzip import KVzipGates
-from press_core.learned.kvzap import KVzap, KVzapRegressor
-from press_core.learned.measured import (
-    ExpectedAttentionStats,
-    ExpectedAttentionWithStats,
-    QFilter,
-    QFilters,
-)
+from press_core.learned.kvzap import KVzapRegressor
+from press_core.learned.measured import ExpectedAttentionStats, QFilters
 from tests.press_core.drawn import DIM, FITS, KV_HEADS, LAYERS, PUBLISHED, drawn
 
-FILTERS, STATS, MLP, LINEAR, GATES, CURVES = (
-    FITS[name] for name in ("filters", "stats", "mlp", "linear", "gates", "curves")
-)
+FILTERS, STATS, LINEAR, MLP, GATES, CURVES, *_ = FITS.values()
 NAMES = {"filters": "qfilters", "stats": "expected_attention_stats", "linear": "kvzap-linear"}
 NAMES |= {"mlp": "kvzap-mlp", "gates": "fast_kvzip_gates", "curves": "lukv_curves"}
 NAMES |= {"head scores": "duo_head_scores", "adapter": "restorekv"}
@@ -66,10 +60,8 @@ def test_what_was_learned_says_what_it_is_for():
 
 
 def same(one, two):
-    names = one.tensors.keys()
-    return names == two.tensors.keys() and all(
-        torch.equal(one.tensors[name], two.tensors[name]) for name in names
-    )
+    a, b = one.tensors, two.tensors
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @of_every_kind
@@ -111,10 +103,6 @@ def test_what_is_published_is_read(name, dtype, tmp_path):
     assert same(type(fit).load(tmp_path), fit)
 
 
-def about(version):
-    return {"hook-or-patch": json.dumps({"kind": "Q-filters", "version": version})}
-
-
 def test_files_of_something_else_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     with pytest.raises(CalibrationError, match=r"'Q-filters'.*KVzap"):
@@ -126,7 +114,8 @@ def test_files_of_something_else_are_refused(tmp_path, monkeypatch):
     for kind in (QFilters, ExpectedAttentionStats, KVzapRegressor):
         with pytest.raises(CalibrationError, match=r"'embed_tokens\.weight'"):
             kind.load(path)
-    save_file({"directions": torch.zeros(1, 1, 2)}, path, about(2))
+    about = {"hook-or-patch": json.dumps({"kind": "Q-filters", "version": 2})}
+    save_file({"directions": torch.zeros(1, 1, 2)}, path, about)
     with pytest.raises(CalibrationError, match=r"version 2.* reads 1"):
         QFilters.load(path)
     for name in ("gate.pt", "gate.bin"):

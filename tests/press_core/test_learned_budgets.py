@@ -127,25 +127,22 @@ def slow_choice(scores, n):
     return kept
 
 
-@pytest.mark.parametrize("ratio", [0.01, 0.33, 0.5, 0.9, 0.97, 0.999])
-@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 12, 25)])
-def test_heads_of_all_layers_share_a_budget(ratio, lengths):
+@pytest.mark.parametrize(
+    "amount", [0.01, 0.33, 0.5, 0.9, 0.97, 0.999, *map(Tokens, (1, 7, 40, 50))]
+)
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 12, 25), (40, 12)])
+def test_heads_of_all_layers_share_a_budget(amount, lengths):
     """Layers may differ in length, where another press acted before."""
     scores = [drawn(KV_HEADS, n, seed=i).sigmoid() for i, n in enumerate(lengths)]
-    chosen = FastKVzip(ratio).choose(scores)
+    chosen = FastKVzip(amount).choose(scores)
     size = KV_HEADS * sum(lengths)
-    n = max(KV_HEADS * len(lengths), size - int(size * ratio))
+    if isinstance(amount, Tokens):  # met on average
+        n = KV_HEADS * sum(min(amount.n, length) for length in lengths)
+    else:
+        n = max(KV_HEADS * len(lengths), size - int(size * amount))
     assert sum(int(layer.sum()) for layer in chosen) == n
     found = [[set(head.nonzero()[:, 0].tolist()) for head in layer] for layer in chosen]
     assert found == slow_choice(scores, n)
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 40, 50])
-def test_a_number_of_tokens_is_met_on_average(tokens):
-    scores = [drawn(KV_HEADS, n).sigmoid() for n in (40, 12)]
-    chosen = FastKVzip(Tokens(tokens)).choose(scores)
-    expected = KV_HEADS * (min(tokens, 40) + min(tokens, 12))
-    assert sum(int(layer.sum()) for layer in chosen) == expected
 
 
 # ---- LU-KV: how many tokens heads keep, and how curves are measured -----------------------------
