@@ -69,8 +69,9 @@ class AttentionPass:
 
         The decoder's own, if it does not hand them to its attention modules.
         """
-        given: Tensor | None = self.given.get("position_ids")
-        ids: Tensor | None = self.forward.given.get("position_ids") if given is None else given
+        ids: Tensor | None = self.given.get("position_ids")
+        if ids is None and self.site.rotary_in_3d is None:
+            ids = self.forward.given.get("position_ids")
         return ids if ids is None or ids.dim() == 2 else ids[0]
 
     def occupied(self, layer: PrunedLayer) -> Tensor | None:

@@ -165,8 +165,7 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
 def sketch(shape: tuple[int, ...], layer_idx: int, like: Tensor) -> Tensor:
     """Standard normal numbers seeded by the layer alone, with device and dtype of `like`."""
     generator = torch.Generator().manual_seed(layer_idx)
-    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return numbers.to(like)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
 
 
 def standardised(scores: Tensor) -> Tensor:
