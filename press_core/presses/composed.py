@@ -1,7 +1,4 @@
-"""Presses that wrap presses: in sequence, with a ratio per layer, rerotated, or chunk by chunk.
-
-ChunkKV (arXiv 2502.00299) is one of those that decide chunk by chunk or block by block.
-"""
+"""Presses that wrap presses: in sequence, with a ratio per layer, rerotated, or chunk by chunk."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
@@ -293,11 +290,9 @@ class ChunkKV(Wrapper, BudgetPress):
     def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
         """Positions of the tokens that every head keeps, `(n,)` int64, by `scores` `(S,)`."""
         chunks, held = in_chunks(scores, self.chunk_length)
-        amount, n = self.amount, len(chunks)
+        amount, n = self.amount, n_kept(len(chunks), self.amount)
         if isinstance(amount, Tokens):  # in integers, as a chunk is more than a rounding error
-            n = max(1, n * amount.of(call.length) // call.length)
-        else:
-            n = n_kept(n, amount)
+            n = max(1, len(chunks) * amount.of(call.length) // call.length)
         best = (chunks.sum(dim=-1) / held.sum(dim=-1)).topk(n).indices
         tokens = torch.arange(held.numel(), device=held.device).view_as(held)
         return tokens[best][held[best]]
