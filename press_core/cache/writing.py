@@ -91,9 +91,8 @@ def _kept(old: PrunedLayer, decisions: Decisions) -> Kept:
         keeps_count = kept.is_padded or decisions.call.site.place.keeps_count
         shift = kept.shift if keeps_count else kept.n_seen - max(following)
         return replace(kept, rotary=rotary, following=following, shift=shift)
-    if old.is_rerotated:  # padding between turns takes no positions
-        following = tuple((_required(known).flatten(1).amax(dim=1) + 1).tolist())
-        kept = replace(kept, following=following)
+    if old.is_rerotated:
+        kept = replace(kept, following=_following_now(old, decisions.occupied))
     is_known = old.is_rerotated or (kept.is_padded and decisions.call.when.decoding)
     return replace(kept, rotary=_int32(decisions.of_slots(known))) if is_known else kept
 
@@ -112,6 +111,14 @@ def _following(eviction: Eviction) -> int:
         return eviction.next_position or 0
     rotary = eviction.rotary_positions
     return int((eviction.call.key_positions() if rotary is None else rotary).amax()) + 1
+
+
+def _following_now(old: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
+    """Position of each row's next token: padding between turns takes no position."""
+    appended = (old.n_recent,) * old.batch
+    if occupied is not None:
+        appended = tuple(occupied[:, old.kept.n_slots :].sum(dim=1).tolist())
+    return tuple([n + more for n, more in zip(old.kept.following or (), appended, strict=True)])
 
 
 def _int32(positions: Tensor | None) -> Tensor | None:
