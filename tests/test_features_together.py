@@ -28,7 +28,17 @@ from press_core import (
 )
 from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
-from tests.support import GREEDY, build, example_for, filled, held, left_padded, ran, token_ids
+from tests.support import (
+    GREEDY,
+    build,
+    example_for,
+    filled,
+    held,
+    left_padded,
+    nested,
+    ran,
+    token_ids,
+)
 
 # ---- masks ---------------------------------------------------------------------------------------
 
@@ -260,6 +270,17 @@ def test_rows_that_are_rerotated_beside_rows_that_are_not():
     together = decoded([0, 1], 0)
     for row, start in ((0, 0), (1, 8)):
         torch.testing.assert_close(together[[row]], decoded([row], start))
+
+
+def test_positions_continue_though_the_last_rerotated_key_is_evicted():
+    class First(hooks_impl.KnormPress):
+        def compress(self, call):
+            kept = torch.arange(call.length - 2).expand(*call.keys.shape[:2], -1)
+            return Eviction.keep(call, kept)
+
+    presses = First(0.5), First(0.5), hooks_impl.KeyRerotationPress(hooks_impl.KnormPress(0.5))
+    cache = filled(build("llama"), nested(*presses), token_ids(1, 20))  # the last one acts first
+    assert [layer.kept.following for layer in cache.layers] == [(10,)] * 2
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
