@@ -21,9 +21,9 @@ def ada(package=hooks_impl, ratio=0.5):
     return package.AdaKVPress(package.KnormPress(ratio), alpha_safeguard=0.1)
 
 
-def compressed(model, press=None, length=LENGTH):
+def compressed(model, press=None):
     """The cache of a context after an open and closed scope."""
-    return filled(model, press or ada(), token_ids(1, length))
+    return filled(model, press or ada(), token_ids(1, LENGTH))
 
 
 def ask(model, cache, ids=QUESTION):
@@ -32,9 +32,9 @@ def ask(model, cache, ids=QUESTION):
     return torch.cat([model(new, past_key_values=cache).logits for new in steps], dim=1)
 
 
-def plain(model, ids=QUESTION):
+def plain(model):
     """The same after an uncompressed context."""
-    return ask(model, filled(model, None, token_ids(1, LENGTH)), ids)
+    return ask(model, filled(model, None, token_ids(1, LENGTH)))
 
 
 # ---- with it and without it ----------------------------------------------------------------------
@@ -88,7 +88,6 @@ def test_a_back_end_that_does_is_the_one_that_attends(model):
 
 def test_models_whose_attention_cannot_be_taken_over_are_refused():
     model = build("gpt2", attn_implementation="eager")
-    model.config.reorder_and_upcast_attn = True
     for layer in model.transformer.h:
         layer.attn.reorder_and_upcast_attn = True
     before = snapshot(model)
@@ -102,7 +101,6 @@ def test_models_whose_attention_cannot_be_taken_over_are_refused():
 
 def test_one_scope_may_be_entered_several_times(model):
     before, scope = snapshot(model), headwise(model)
-    expected = None
     with scope:
         with scope:
             expected = ask(model, compressed(model))
@@ -125,10 +123,7 @@ def test_scopes_of_both_packages_closed_in_any_order(order, model):
     with headwise(model):
         expected = ask(model, copy.deepcopy(whole))
     presses = [ada(hooks_impl), ada(patch_impl), hooks_impl.SnapKVPress(0.0)]
-    opened = [press.register(model) for press in presses]
-    scope = headwise(model)
-    scope.__enter__()
-    opened.append(scope)
+    opened = [*(press.register(model) for press in presses), headwise(model).__enter__()]
     attending = {0, 1, 3}
     for index in order:
         cache = copy.deepcopy(whole)

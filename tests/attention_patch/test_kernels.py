@@ -70,13 +70,12 @@ def example(
     n_kv=2,
     group=2,
     n_queries=1,
-    n_before=3,
     dim=16,
     dtype=torch.float32,
     device="cpu",
     kept=None,
 ):
-    """Heads that keep some of `N` tokens, one of them one, and got `n_before + n_queries` more."""
+    """Heads that keep some of `N` tokens, one of them one, and got `3 + n_queries` more."""
     generator = torch.Generator().manual_seed(n_kv + 10 * group + 100 * n_queries)
 
     def random(heads, n):
@@ -90,30 +89,25 @@ def example(
     positions = torch.arange(N, device=device).view(1, 1, N)
     known = Kept(n_seen=N)
     layer = RaggedLayer.of(random(n_kv, N), random(n_kv, N), kept.to(device), positions, known)
-    for n in (n_before, n_queries):
+    for n in (3, n_queries):
         update(layer, random(n_kv, n), random(n_kv, n))
     query = random(n_kv * group, n_queries)
-    return Example(layer, query, n_queries, n_before + n_queries)
+    return Example(layer, query, n_queries, 3 + n_queries)
 
 
 CHANNELS = torch.tensor([[[0, 2, 7], [1, 2, 3]], [[4, 5, 6], [0, 1, 7]]])
 
 
-def pruned(dtype=torch.float64):
-    """A layer with three of eight channels, and its keys with zeros in the others and values."""
-    keys, values = (drawn(2, 2, 12, 8, seed=seed).to(dtype) for seed in (1, 2))
-    index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
-    stored = PrunedLayer(DynamicLayer()).holding(keys.gather(-1, index), values)
-    layer = ChannelPrunedLayer(stored.inner, CHANNELS, 8)
-    layer.kept = Kept(torch.arange(12, dtype=torch.int32).expand(2, 2, 12), 12, 12)
-    return layer, torch.zeros_like(keys).scatter(-1, index, keys.gather(-1, index)), values
-
-
 def of_kind(kind, n_queries=1, dtype=torch.float64):
-    """An example whose heads have lost tokens, of some shape, or channels."""
+    """An example whose heads have lost tokens, of some shape, or five of eight channels."""
     if kind != "channels":
         return example(**SHAPES.get(kind, {}), n_queries=n_queries, dtype=dtype)
-    layer, keys, values = pruned(dtype)
+    keys, values = (drawn(2, 2, 12, 8, seed=seed).to(dtype) for seed in (1, 2))
+    index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
+    left = keys.gather(-1, index)
+    layer = ChannelPrunedLayer(PrunedLayer(DynamicLayer()).holding(left, values).inner, CHANNELS, 8)
+    layer.kept = Kept(torch.arange(12, dtype=torch.int32).expand(2, 2, 12), 12, 12)
+    keys = torch.zeros_like(keys).scatter(-1, index, left)
     for n in (3, n_queries):
         new = [drawn(2, 2, n, 8, seed=s).to(dtype) for s in (10 + n, -10 - n)]
         update(layer, *new)

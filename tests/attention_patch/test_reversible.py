@@ -32,7 +32,6 @@ OWNERS = {
     "module": lambda: _with_its_own(types.ModuleType("patched")),
     "class": lambda: type("Fresh", (), {"f": Base.f}),
 }
-of_every_owner = pytest.mark.parametrize("make", OWNERS.values(), ids=OWNERS)
 
 
 def _call(owner, *args, **kwargs):
@@ -47,13 +46,9 @@ def _layer(name):
     return layer
 
 
-def _attributes(owner):
-    return dict(vars(owner))
-
-
 def _same(owner, before):
     """Whether `owner` has the very attributes that it had."""
-    now = _attributes(owner)
+    now = vars(owner)
     return now.keys() == before.keys() and all(now[name] is before[name] for name in before)
 
 
@@ -149,7 +144,7 @@ def _marking(call_next, x):
 )
 @pytest.mark.parametrize("name", ["static", "of_class", "callable_object"])
 def test_any_kind_of_method_is_patched_and_restored(owner, name):
-    before = _attributes(owner)
+    before = dict(vars(owner))
     expected = f"marked {getattr(owner, name)('x')}"
     callers = [owner, owner()] if isinstance(owner, type) else [owner]
     patch = wrap(owner, name, _marking)
@@ -163,7 +158,7 @@ def test_any_kind_of_method_is_patched_and_restored(owner, name):
 
 @pytest.mark.parametrize("first", ["class", "instance"])
 def test_a_class_and_its_instance_may_both_be_patched(first):
-    owner, before = Base(), _attributes(Base)
+    owner, before = Base(), dict(vars(Base))
     owners = {"class": Base, "instance": owner}
     order = [first, *(owners.keys() - {first})]
     patches = {name: wrap(owners[name], "f", _layer(name)) for name in order}
@@ -202,21 +197,15 @@ class Foreign:
             del self.owner.f
 
 
-OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["wrap", "remove", "foreign wrap", "foreign unwrap", "call"]),
-        st.integers(0, 7),
-    ),
-    max_size=25,
-)
+KINDS = st.sampled_from(["wrap", "remove", "foreign wrap", "foreign unwrap", "call"])
 
 
 @pytest.mark.parametrize("order", ["last first", "any"])
-@of_every_owner
-@given(OPERATIONS)
+@pytest.mark.parametrize("make", OWNERS.values(), ids=OWNERS)
+@given(st.lists(st.tuples(KINDS, st.integers(0, 7)), max_size=25))
 def test_any_sequence_of_patches_ours_and_foreign_ends_clean(make, order, operations):
     owner = make()
-    before = _attributes(owner)
+    before = dict(vars(owner))
     end = _call(owner)
     # The model: what lies around the attribute, inside out. A list holds our layers that lie side
     # by side, the oldest first; anything else is a foreign wrapper.

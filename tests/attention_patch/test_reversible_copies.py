@@ -7,13 +7,14 @@ import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from operator import neg
 
 import pytest
 import torch
 from torch import nn
 
 from attention_patch import wrap
-from tests.attention_patch.test_reversible import _attributes, _same
+from tests.attention_patch.test_reversible import _same
 
 
 class Doubling(nn.Module):
@@ -65,17 +66,13 @@ def test_a_copy_of_a_model_with_a_patched_part_is_clean(make_copy):
 @by_every_copy
 def test_a_forward_of_the_modules_own_goes_along(make_copy):
     module = Doubling()
-    module.forward = _negative
+    module.forward = neg
     patch = wrap(module, "forward", _tenfold)
     other = make_copy(module)
-    assert vars(other)["forward"] is _negative
+    assert vars(other)["forward"] is neg
     assert (other(3), module(3)) == (-3, -30)
     patch.remove()
-    assert vars(module)["forward"] is _negative
-
-
-def _negative(x):
-    return -x
+    assert vars(module)["forward"] is neg
 
 
 def test_a_copy_may_be_patched_by_itself():
@@ -151,7 +148,7 @@ def test_a_patch_that_somebody_took_away_says_so(take):
 
 def test_threads_that_patch_at_once_end_clean():
     module, start = Doubling(), threading.Barrier(3)
-    before = _attributes(module)
+    before = dict(vars(module))
 
     def patching(first):
         start.wait(20)
