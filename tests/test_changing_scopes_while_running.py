@@ -82,8 +82,11 @@ def after_ours(module, hook):
     return module.register_forward_hook(hook)
 
 
-places = pytest.mark.parametrize("place", [before_ours, inside, between_ours, after_ours])
-layers = pytest.mark.parametrize("index", [0, N_LAYERS - 1])
+def everywhere(test):
+    """With both packages, at each place in the attention of the first or the last layer."""
+    test = pytest.mark.parametrize("index", [0, N_LAYERS - 1])(both(test))
+    places = [before_ours, inside, between_ours, after_ours]
+    return pytest.mark.parametrize("place", places)(test)
 
 
 def half(package):
@@ -126,9 +129,7 @@ def lengths_of(cache):
 # ---- by other threads ----------------------------------------------------------------------------
 
 
-@places
-@layers
-@both
+@everywhere
 def test_closing_waits_for_forwards_that_have_begun(package, index, place, model):
     """They are pruned in all layers; a forward that begins in the meantime is in none."""
     scope = half(package).register(model)
@@ -141,9 +142,7 @@ def test_closing_waits_for_forwards_that_have_begun(package, index, place, model
     assert lengths_of(prefilled(model, token_ids(1, 1), cache)) == [LENGTH // 2 + 1] * N_LAYERS
 
 
-@places
-@layers
-@both
+@everywhere
 def test_opening_leaves_forwards_that_have_begun_alone(package, index, place, model):
     """They are pruned in no layer; the next one is, while they still run."""
     with running(model, place, index) as cache:
@@ -257,9 +256,7 @@ def test_scopes_come_and_go_while_others_run(packages, model):
 # ---- from inside of a forward --------------------------------------------------------------------
 
 
-@places
-@layers
-@both
+@everywhere
 @pytest.mark.parametrize("closed", [["outer"], ["inner"], ["outer", "inner"]])
 def test_closing_from_inside(package, closed, index, place, model):
     """The forward is the scope's to its end, and the next one is not."""
@@ -309,10 +306,8 @@ def breaking(place, model, index, error):
 errors = pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit])
 
 
-@places
-@layers
 @errors
-@both
+@everywhere
 def test_a_forward_that_fails(package, error, index, place, model):
     """Its cache is as it was or says that it is pruned in part; nothing else is touched by it."""
     scope, cache = half(package).register(model), DynamicCache(config=model.config)

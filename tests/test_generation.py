@@ -47,7 +47,6 @@ WAYS = (
 )
 """A press for each way to hold what is left, and to remember something for later."""
 every_kind = pytest.mark.parametrize("name", KINDS)
-every_way = pytest.mark.parametrize("name", WAYS)
 prefilling_ways = pytest.mark.parametrize(
     "name", [name for name in WAYS if not any(word in name for word in DECODES)]
 )
@@ -171,7 +170,7 @@ def test_many_questions_on_one_compressed_cache(package, name):
             assert cache.get_seq_length() == seen
 
 
-@every_way
+@pytest.mark.parametrize("name", WAYS)
 def test_a_cache_that_was_reset_is_as_new_or_refused(package, name):
     model, cache, found = make(), DynamicCache(config=make().config), []
     with press_of(package, name, model)(model):

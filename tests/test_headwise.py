@@ -28,8 +28,8 @@ HEADWISE = ("AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress",
 # ---- fewer channels ------------------------------------------------------------------------------
 
 
-def think(package, free_memory, ratio=0.5):
-    return package.ThinKPress(ratio, window_size=8, free_memory=free_memory)
+def think(package, free_memory):
+    return package.ThinKPress(0.5, window_size=8, free_memory=free_memory)
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -101,15 +101,12 @@ class Offloaded(DynamicCache):
         return self.layers[layer_idx].update(keys, values)
 
 
-every_press = pytest.mark.parametrize("name", [*HEADWISE, *ACT_LAST, "channels"])
-
-
 def press_of(package, name, model):
     return think(package, True) if name == "channels" else example_for(package, name, 0.6, model)
 
 
 @both
-@every_press
+@pytest.mark.parametrize("name", [*HEADWISE, *ACT_LAST, "channels"])
 def test_offloaded_caches_are_refused(package, name):
     model = make()
     press = press_of(package, name, model)

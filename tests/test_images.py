@@ -30,8 +30,8 @@ def in_3d():
     return model
 
 
-def context(model, n=N):
-    return with_image(model, 5 + torch.arange(n)[None])
+def context(model):
+    return with_image(model, 5 + torch.arange(N)[None])
 
 
 def run(model, ids, cache):
@@ -136,18 +136,15 @@ def test_generate_with_an_image(package, name):
 def test_attention_of_images_is_that_of_the_model(package, name, block, monkeypatch):
     """Weights that are computed again, in blocks, are those that eager attention returns."""
     monkeypatch.setitem(NUMBERS, "cpu", block * 4 * N)
-    model, seen = tiny(name), []
+    model, received = tiny(name), []
+    reading = package.BasePress.collector(
+        lambda call: received.append(received_attention(call)), reads=Needs.QUERIES
+    )
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        received = []
-
-        def see(call, received=received):
-            received.append(received_attention(call))
-
-        with package.BasePress.collector(see, reads=Needs.QUERIES)(model):
+        with reading(model):
             run(model, context(model), DynamicCache())
-        seen.append(torch.stack(received))
-    torch.testing.assert_close(*seen, rtol=0, atol=1e-5)
+    torch.testing.assert_close(*torch.stack(received).chunk(2), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])

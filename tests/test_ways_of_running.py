@@ -12,6 +12,7 @@ from attention_patch import headwise
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
 from tests.support import (
     GREEDY,
+    PIPELINE_PRESSES,
     both,
     build,
     context_for,
@@ -21,6 +22,7 @@ from tests.support import (
     left_padded,
     make,
     token_ids,
+    watched,
 )
 from tests.twins import take_back
 
@@ -192,13 +194,10 @@ def test_draft_tokens_come_behind_a_context_that_was_brought_first(
 
 
 @both
-@pytest.mark.parametrize("name", ["DecodingPress", "StreamingLLMDecodingPress"])
+@pytest.mark.parametrize("name", ["decoding", "streaming"])
 def test_draft_tokens_are_refused_by_presses_that_act_while_decoding(package, name):
     model, ids = make(), token_ids(1, LENGTH // 2).repeat(1, 2)
-    press = package.StreamingLLMDecodingPress(max_capacity=20)
-    if name == "DecodingPress":
-        press = package.DecodingPress(package.KnormPress(), compression_interval=2, target_size=20)
-    outer = package.KnormPress(0.0)
+    outer, press = package.KnormPress(0.0), PIPELINE_PRESSES[name](package)
     refused = pytest.raises(UnsupportedInputError, match=r"DecodingPress.*assistance")
     with outer(model), press(model), refused:
         model.generate(ids, prompt_lookup_num_tokens=3, **GENERATE)
@@ -302,13 +301,10 @@ def test_a_turn_keeps_the_best_of_all_that_is_there(package):
     model, cache = make(), DynamicCache(config=make().config)
     with package.EveryTurnPress(package.KnormPress(), target_size=20)(model):
         model(token_ids(1, LENGTH), past_key_values=cache)
-        before, keys = cache.layers[0].positions[0, 0].tolist(), []
-        handle = model.model.layers[0].self_attn.k_proj.register_forward_hook(
-            lambda *args: keys.append(args[-1])
-        )
-        model(token_ids(1, 12, seed=1), past_key_values=cache)
-        handle.remove()
-    new = keys[0].unflatten(-1, (-1, cache.layers[0].keys.shape[-1])).transpose(1, 2)
+        before = cache.layers[0].positions[0, 0].tolist()
+        with watched() as seen:
+            model(token_ids(1, 12, seed=1), past_key_values=cache)
+    new = seen[0][0][1][:, :, -12:]
     old = filled(model, None, token_ids(1, LENGTH)).layers[0].keys[:, :, before]
     norms = torch.cat((old, new), dim=2)[0, 0].norm(dim=-1).tolist()  # RoPE leaves them as they are
     held = before + list(range(LENGTH, LENGTH + 12))
