@@ -129,8 +129,7 @@ def test_a_query_that_no_hook_can_find():
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
-def test_never_zero(package, name):
-    model = build("llama")
+def test_never_zero(package, name, model):
     press = example_for(package, name, 0.999, model)
     for length in (70,) if name == "FinchPress" else (1, 2, 3, 70):  # which needs a delimiter
         cache = filled(model, press, context_for(name, length))
@@ -183,8 +182,7 @@ def test_a_ratio_for_each_layer_and_no_more(package, ratios):
 
 @both
 @pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
-def test_quantized_output_projections_are_refused(package, name):
-    model = build("llama")
+def test_quantized_output_projections_are_refused(package, name, model):
     projection = model.model.layers[1].self_attn.o_proj
     codes = projection.weight.to(torch.int8)
     projection.weight = torch.nn.Parameter(codes, requires_grad=False)

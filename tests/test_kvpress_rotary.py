@@ -12,10 +12,6 @@ from tests.support import build, filled, snapshot, token_ids
 class Unrotating(ScorerPress):
     """Rotates keys back by the model's own embeddings, as presses of kvpress do."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.seen = []
-
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         positions = torch.arange(keys.shape[2])[None]
         cos, sin = module.rotary_emb(values, positions)
@@ -29,7 +25,7 @@ class Unrotating(ScorerPress):
 def test_modules_have_the_rotary_embedding_of_their_layer(family):
     """In gemma3, full and sliding layers rotate by other frequencies, of one module."""
     model, press = build(family), Unrotating(0.5)
-    before = snapshot(model)
+    press.seen, before = [], snapshot(model)
     with press(model):
         inside = snapshot(model)
         filled(model, None, token_ids(2, 30))

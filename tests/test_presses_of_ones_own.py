@@ -36,9 +36,9 @@ from tests.support import (
 )
 
 
-def lengths(press, model=None, n=40):
-    """How many of `n` tokens each head keeps, by layer."""
-    cache = filled(model or build("llama"), press, token_ids(2, n))
+def lengths(press, model=None):
+    """How many of 40 tokens each head keeps, by layer."""
+    cache = filled(model or build("llama"), press, token_ids(2, 40))
     return [layer[0].tolist() for layer in kept_lengths(cache)]
 
 
@@ -48,29 +48,24 @@ READ_QUERIES = ("ExpectedAttentionPress", "SnapKVPress")
 READ_NONE = "RandomPress", "StreamingLLMPress", "KVzapPress", "ExpectedAttentionStatsPress"
 
 
-def wrapper(package, inner, in_field):
-    """A press that scores as `inner` does, and holds it in a field or out of anybody's sight."""
+@both
+@pytest.mark.parametrize("in_field", [True, False])
+@pytest.mark.parametrize("name", [*READ_QUERIES, *READ_NONE])
+def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
+    """It holds the other in a field, or out of anybody's sight."""
 
     class Around(package.ScorerPress):
         def score(self, *given):
             return inner.score(*given).add_(1)  # what it gets is its own
 
-    press = Around(0.5)
+    press, inner = Around(0.5), example_for(package, name, 0.5, build("llama"))
     if in_field:
         press.inner = inner
-    return press
-
-
-@both
-@pytest.mark.parametrize("in_field", [True, False])
-@pytest.mark.parametrize("name", [*READ_QUERIES, *READ_NONE])
-def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
-    inner = example_for(package, name, 0.5, build("llama"))
     if name in READ_QUERIES and not in_field:
         with pytest.raises(UnsupportedInputError, match=r"Needs\.QUERIES"):
-            lengths(wrapper(package, inner, in_field))
+            lengths(press)
     else:
-        assert lengths(wrapper(package, inner, in_field)) == [[20, 20]] * 2
+        assert lengths(press) == [[20, 20]] * 2
 
 
 @both
@@ -231,9 +226,8 @@ NEVER_CALLED = {
 }
 
 
-@pytest.mark.parametrize("name", NEVER_CALLED)
-def test_methods_of_kvpress_that_would_never_be_called(name):
-    method = NEVER_CALLED[name]
+@pytest.mark.parametrize(("name", "method"), NEVER_CALLED.items())
+def test_methods_of_kvpress_that_would_never_be_called(name, method):
     with pytest.raises(PressError, match=rf"Own\.{method} .*never"):
         type("Own", (hooks_impl.PRESSES[name],), {method: lambda self, *args: None})
 
@@ -379,15 +373,15 @@ def test_a_ratio_that_a_class_computes_cannot_be_set(package):
     assert channels.with_budget(8).presses[0].compression_ratio == Tokens(8)
 
 
-def remembering(package, weight, name="seen"):
+def remembering(package, weight):
     """A press that adds `weight` to what it remembers of each token in each forward."""
 
     def remember(self, call):
-        before = call.memory.get(name, torch.zeros(call.keys.shape[:3]))
-        return {name: before + weight}
+        before = call.memory.get("seen", torch.zeros(call.keys.shape[:3]))
+        return {"seen": before + weight}
 
     def spend(self, call, n):
-        return Eviction.keep(call, top_positions(call.memory[name], n))
+        return Eviction.keep(call, top_positions(call.memory["seen"], n))
 
     own = {"remember": remember, "spend": spend, "needs": Needs.MEMORY}
     return type("Own", (package.KnormPress,), own)(0.5)

@@ -34,11 +34,6 @@ LENGTH, RESIDUAL = 40, 6
 REORDERS = hasattr(QuantizedLayer, "_apply_pending_reorder")
 
 
-@pytest.fixture
-def model():
-    return build("llama")
-
-
 def quantized(model, backend="quanto", nbits=4, **options):
     """A cache whose last few tokens wait to be quantized, in groups of 16 numbers."""
     options = {"residual_length": RESIDUAL, "q_group_size": 16, **options}
@@ -197,7 +192,7 @@ def test_what_is_read_is_pruned_and_written_back(package, backend, nbits, model)
                 assert_same_bits(layer, by_hand)
                 pruned += 1
             assert cache.get_seq_length() == LENGTH + step
-    assert pruned == 6
+    assert pruned == 3 * 3  # layers, and steps in which they are
 
 
 def collected(model, cache, ids):
@@ -229,7 +224,7 @@ def test_what_cannot_be_stored_is_refused(package, name, why, model):
 
 
 @both
-@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layer", [0, 2])
 def test_a_prefill_that_has_failed_leaves_the_cache_empty(package, layer, model):
     """No exact keys stay in it, and the next prefill quantizes them as ever."""
     press, ids = package.KnormPress(0.5), token_ids(1, LENGTH)

@@ -27,6 +27,7 @@ from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.cache.pruned import ReadingNeeds
 from tests.press_core.test_saving import cache_of
 from tests.support import PACKAGES, build, context_for, example_for, filled, left_padded, token_ids
+from tests.twins import same
 
 QUESTION = token_ids(1, 5, seed=3)
 
@@ -75,11 +76,6 @@ def assert_kept(cache, loaded):
     assert all(map(torch.equal, kept_lengths(cache), kept_lengths(loaded)))
 
 
-def assert_same(one, other):
-    for logits, expected in zip(one, other, strict=True):
-        assert torch.equal(logits, expected)
-
-
 def read_again(model, cache, path, *helpers):
     """What is read says the same as what was written, and answers as it does."""
     loaded = load_cache(save_cache(cache, path, model), model)
@@ -91,7 +87,7 @@ def assert_as_good(model, cache, loaded, *helpers, **arguments):
     assert_kept(cache, loaded)
     for helper in helpers:
         expected = answers(model, cache, helper, **arguments)
-        assert_same(answers(model, loaded, helper, **arguments), expected)
+        assert same(answers(model, loaded, helper, **arguments), expected)
 
 
 # ---- every press ---------------------------------------------------------------------------------
@@ -193,8 +189,7 @@ def test_where_it_is_put(tmp_path):
     model = build("gemma2", attn_implementation="eager")
     for name in ("KeyRerotationPress", "AdaKVPress"):
         press = example_for(hooks_impl, name, 0.5, model)
-        path = tmp_path / f"{name}.safetensors"
-        save_cache(filled(model, press, token_ids(1, 40)), path, model)
+        path = save_cache(filled(model, press, token_ids(1, 40)), tmp_path / name, model)
         for layer in load_cache(path, model, device="meta").layers:
             assert layer.device == torch.device("meta")
             assert layer.keys.device == layer.values.device == torch.device("meta")
@@ -205,19 +200,17 @@ def test_where_it_is_put(tmp_path):
 def test_another_attention_implementation(tmp_path):
     """What a forward needs follows from the model that reads: only sdpa steps without a mask."""
     press = example_for(hooks_impl, "PyramidKVPress", 0.5, build("llama"))
-    path = tmp_path / "cache.safetensors"
     sdpa, eager = build("llama"), build("llama", attn_implementation="eager")
     cache = filled(sdpa, press, token_ids(1, 40))
-    save_cache(cache, path, sdpa)
+    path = save_cache(cache, tmp_path / "cache.safetensors", sdpa)
     made_there = filled(eager, press, token_ids(1, 40))
     found = list(map(needs, load_cache(path, eager).layers))
     assert found == list(map(needs, made_there.layers))
     assert found != list(map(needs, cache.layers))
 
 
-def test_a_loaded_cache_is_its_own(tmp_path):
+def test_a_loaded_cache_is_its_own(tmp_path, model):
     """It outlives its file, and does not change it."""
-    model = build("llama")
     cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
     path = save_cache(cache, tmp_path / "cache.safetensors", model)
     content, expected = path.read_bytes(), answers(model, cache, headwise(model))
@@ -226,4 +219,4 @@ def test_a_loaded_cache_is_its_own(tmp_path):
         layer.keys.zero_()
     assert path.read_bytes() == content
     path.write_bytes(b"")
-    assert_same(answers(model, loaded, headwise(model)), expected)
+    assert same(answers(model, loaded, headwise(model)), expected)
