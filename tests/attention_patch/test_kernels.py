@@ -105,7 +105,8 @@ def of_kind(kind, n_queries=1, dtype=torch.float64):
     keys, values = (drawn(2, 2, 12, 8, seed=seed).to(dtype) for seed in (1, 2))
     index = CHANNELS.unsqueeze(2).expand(-1, -1, 12, -1)
     left = keys.gather(-1, index)
-    layer = ChannelPrunedLayer(PrunedLayer(DynamicLayer()).holding(left, values).inner, CHANNELS, 8)
+    stored = PrunedLayer(DynamicLayer()).holding(left, values)
+    layer = ChannelPrunedLayer(stored.inner, CHANNELS, 8)
     layer.kept = Kept(torch.arange(12, dtype=torch.int32).expand(2, 2, 12), 12, 12)
     keys = torch.zeros_like(keys).scatter(-1, index, left)
     for n in (3, n_queries):
