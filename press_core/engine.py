@@ -17,14 +17,14 @@ from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.forward import Forward
+from press_core.forward import Arguments, Forward
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
 from press_core.press import Press
 from press_core.rows import Decisions, RowGroup, parts_of
 from press_core.scope import ScopeState
-from press_core.traits import Evicts, Needs, Phase
+from press_core.traits import Evicts, Phase
 
 
 def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
@@ -153,7 +153,7 @@ def _decoding_step(
             *layer.states(),
             memory=memory.of_slots(layer.n_slots),
             carried=layer.carried,
-            when=Moment(True, None, *steps, seen),
+            when=Moment(True, None, *steps, seen, n_recent=layer.n_recent),
         )
     if traits.remembers:
         call = call.replace(memory=remembered(press, call, occupied))
@@ -172,8 +172,14 @@ def _decoding_step(
     return call.replace(at=replace(call.at, rotary=rotary)), occupied
 
 
-def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> None:
-    """Prune a layer before a forward of the decoder, by its keys and values only."""
+def prune_before(
+    scope: ScopeState, forward: Forward, given: Arguments, site: AttentionSite
+) -> None:
+    """Prune a layer before a forward of the decoder, by its keys and values only.
+
+    Args:
+        given: the decoder's arguments, with a mask that ends at the last token.
+    """
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
@@ -181,18 +187,16 @@ def prune_before(scope: ScopeState, forward: Forward, site: AttentionSite) -> No
     if says and not press.acts_on(layer.n_slots):
         return
     keys, values = (x.to(layer.device) for x in layer.states())
-    mask, ids = (forward.given.get(name) for name in ("attention_mask", "position_ids"))
+    mask, ids = (given.get(name) for name in ("attention_mask", "position_ids"))
     mask = for_full_attention(mask)
     occupied = occupied_slots(mask, layer, n, n_held=0)
-    last, rotary = first_position(ids, mask, layer, n) - 1, None
-    if press.needs & Needs.ROPE or layer.is_rerotated:
-        rotary = rotary_positions(layer, site, occupied, last)
+    last = first_position(ids, mask, layer, n) - 1
     call = AttentionCall(
         site,
         keys.new_empty(len(keys), 0, 0),
         keys,
         values,
-        at=Positions(rotary=rotary),
+        at=Positions(rotary=rotary_positions(layer, site, occupied, last)),
         when=Moment(decoding=True, seen=tokens_seen(layer, occupied)),
         carried=layer.carried,
         scope=scope,

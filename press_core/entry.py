@@ -122,7 +122,8 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         scope.running[forward] = threading.get_ident()
         if not scope.is_open:  # another thread has closed it, maybe without waiting for this one
             scope.running.pop(forward, None)
-            return forward.given
+            made, own = forward.notes.get(MADE, (None, None))
+            return forward.given if made is own else forward.given.replace(**{MASK: made})
         scope.tally.n_forwards += 1
     if not forward.entered:
         forward.is_context = is_empty(forward.cache, scope.first)
@@ -242,12 +243,10 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
 
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
     is_of_slots = is_built_for_slots(forward)  # asked before the slots change
-    first, given = known(forward.cache, scope.first), forward.given
-    n_filled = first.n_old + first.n_recent
-    forward.given = with_filled_columns(forward, first)
+    first = known(forward.cache, scope.first)
+    n_filled, given = first.n_old + first.n_recent, with_filled_columns(forward, first)
     for site in scope.sites:
-        prune_before(scope, forward, site)
-    forward.given = given
+        prune_before(scope, forward, given, site)
     need_masks_beside(forward.cache, scope.sites[0])
     forward.notes.pop((HIDDEN_CONTEXT,), None)  # layers have changed
     if is_of_slots and known(forward.cache, scope.first) is not first:

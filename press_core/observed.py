@@ -72,6 +72,7 @@ class Moment:
         seen: tokens that the layer was given, evicted ones included, for each of the `B` rows,
             without padding.
         batch_rows: rows of the batch that the call is restricted to; None: all.
+        n_recent: while decoding, tokens that no press has pruned with others yet.
     """
 
     decoding: bool = False
@@ -80,3 +81,4 @@ class Moment:
     n_forwards: int = 0
     seen: tuple[int, ...] | None = None
     batch_rows: tuple[int, ...] | None = None
+    n_recent: int = 0

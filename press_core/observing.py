@@ -50,10 +50,10 @@ class AttentionPass:
 
     @property
     def mask(self) -> Any:
-        """Its attention mask, in any form, over the filled slots of its layer."""
+        """Its attention mask, in any form, over the slots that were filled before any pruning."""
         mask, layer = self.given.get("attention_mask"), known(self.cache, self.site.layer_idx)
         return self.forward.once(
-            lambda: filled_columns(mask, layer), "filled", mask, layer.columns(0), layer.n_recent
+            lambda: filled_columns(mask, layer), "filled", mask, self.site.layer_idx
         )
 
     @property

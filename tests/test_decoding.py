@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
 from tests.slow import Whole
-from tests.support import both, filled, forwards, held, left_padded, make, ran, table_beside
+from tests.support import both, filled, forwards, held, left_padded, make, nested, ran, table_beside
 
 # ---- at intervals --------------------------------------------------------------------------------
 
@@ -186,10 +186,12 @@ def test_sinks_are_rotated_by_the_frequencies_of_the_window(package):
 
 
 @pytest.mark.parametrize("n_padding", [1, 3])  # positions go on over one that is not counted
-@pytest.mark.parametrize("rerotate", [False, True])
-def test_padding_in_a_later_turn(package, rerotate, n_padding):
+@pytest.mark.parametrize("name", ["rerotated", "streaming", "beside one that reads positions"])
+def test_padding_in_a_later_turn(package, name, n_padding):
     """Each row decodes as it does alone, though a question of the batch was padded."""
-    model, press = make(), package.StreamingLLMDecodingPress(16, 3, rerotate)
+    model, press = make(), package.StreamingLLMDecodingPress(16, 3, name == "rerotated")
+    if name.startswith("beside"):
+        press = nested(package.DecodingPress(package.LeverageScorePress(), 4, 12), press)
     context, question, *steps = forwards([20, 8, 1, 1, 1, 1, 1, 1], batch=2)
     cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
     mask = torch.ones(2, 0, dtype=torch.long)

@@ -94,6 +94,17 @@ def test_a_mask_hides_context_tokens_behind_rerotated_keys(package):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_mask_that_was_built_for_a_step_is_not_taken_for_a_callers(package):
+    prefilling = package.PerLayerCompressionPress(package.KnormPress(), [0.0, 0.5])
+    press = package.PrefillDecodingPress(prefilling, package.DecodingPress(package.KnormPress()))
+    model, mask, logits = build("llama"), torch.arange(44)[None] != 5, []
+    for own in (mask.long(), (mask & torch.ones(44, 44).tril().bool())[None, None, -3:]):
+        with press(model):
+            cache, _ = ran(model, None, [token_ids(1, 40), token_ids(1, 1)])
+            logits += ran(model, None, [token_ids(1, 3)], cache, attention_mask=own)[1]
+    torch.testing.assert_close(*logits)
+
+
 # ---- presses in each other and beside each other -------------------------------------------------
 
 
@@ -106,6 +117,12 @@ def test_a_press_that_decodes_takes_no_part_in_a_replay(package, name):
             found.append(filled(model, example_for(package, name, 0.5, model), ids))
     torch.testing.assert_close(*map(kept_positions, found))
     assert beside.compression_count == 0
+
+
+def test_what_another_press_has_evicted_is_not_evicted_once_more(package):
+    press = nested(package.H2OPress(0.5), package.H2OPress(0.5))
+    cache, _ = ran(build("llama"), press, [token_ids(1, n) for n in (40, *[1] * 12)])
+    assert kept_lengths(cache)[0].tolist() == [[10, 10]]
 
 
 def test_chunks_are_alone_whatever_attention_returns(package):

@@ -23,6 +23,9 @@ PRESSES = {
     "turns": lambda p: p.EveryTurnPress(p.KnormPress(), target_size=10),
     "heavy hitters": lambda p: p.H2OPress(0.5),
     "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=12),
+    "heavy hitters of turns": lambda p: nested(
+        p.H2OPress(0.5), p.EveryTurnPress(p.KnormPress(), target_size=4)
+    ),
     "streaming behind layers": lambda p: nested(
         PRESSES["layers"](p), p.StreamingLLMDecodingPress(max_capacity=12)
     ),

@@ -65,9 +65,9 @@ def is_built_for_slots(forward: Forward) -> bool:
     may be as wide. To be asked before the layers run.
     """
     if BUILT_FOR_SLOTS not in forward.notes:
-        pruned = bool(pruned_layers(forward.cache))
-        first = mask_layer(forward.cache) if pruned else None
-        forward.notes[BUILT_FOR_SLOTS] = bool(getattr(first, "has_sized_mask", False))
+        pruned, first = pruned_layers(forward.cache), mask_layer(forward.cache)
+        is_built = any([layer is first and layer.has_sized_mask for layer in pruned])
+        forward.notes[BUILT_FOR_SLOTS] = is_built
     return bool(forward.notes[BUILT_FOR_SLOTS])
 
 
@@ -162,11 +162,14 @@ def _hidden_context(forward: Forward) -> Tensor | None:
 
 
 def with_filled_columns(forward: Forward, first: PrunedLayer) -> Arguments:
-    """The decoder's arguments, without the columns of a mask for slots of `first` that are empty.
+    """The decoder's arguments, with a mask whose last column is that of the last token.
 
-    The last column of a mask is then that of the last token, for layers of any length.
+    That of a static cache may have more, for slots of `first` that are empty or for later tokens.
     """
-    return _with_columns(forward, lambda mask: filled_columns(mask, first, forward.n_tokens))
+    n = forward.n_tokens
+    if is_of_tokens(forward, first):
+        return _with_columns(forward, lambda mask: masks.part_of(mask, 0, first.n_seen + n))
+    return _with_columns(forward, lambda mask: filled_columns(mask, first, n))
 
 
 def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:

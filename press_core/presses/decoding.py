@@ -57,7 +57,8 @@ class H2O(Accumulating, RatioPress, BudgetPress):
     def budget(self, call: AttentionCall) -> int:
         if not call.when.decoding or isinstance(self.compression_ratio, Tokens):
             return super().budget(call)
-        n_new = call.hidden_states.shape[1]
+        # Another scope may have evicted as many already.
+        n_new = min(call.hidden_states.shape[1], call.when.n_recent)
         return call.length - n_new if self.compression_ratio else call.length
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
