@@ -35,39 +35,34 @@ from tests.support import GREEDY, build, example_for, filled, left_padded, neste
 
 def test_a_later_mask_that_adds_to_logits_is_refused(package):
     """Also one whose least number is not its dtype's."""
-    model, cache = build("llama"), DynamicCache()
+    model, press = build("llama"), package.KnormPress(0.5)
     hidden = ~torch.ones(4, 24, dtype=torch.bool).tril(20)
     mask = torch.zeros(1, 1, 4, 24).masked_fill(hidden, -1e9)
-    given = {"position_ids": torch.arange(20, 24)[None], "past_key_values": cache}
-    with package.KnormPress(0.5)(model):
-        model(token_ids(1, 20), past_key_values=cache)
-        with pytest.raises(UnsupportedInputError, match="adds"):
-            model(token_ids(1, 4), attention_mask=mask, **given)
+    cache, positions = filled(model, press, token_ids(1, 20)), torch.arange(20, 24)[None]
+    with pytest.raises(UnsupportedInputError, match="adds"):
+        ran(model, press, [token_ids(1, 4)], cache, attention_mask=mask, position_ids=positions)
 
 
 def test_a_mask_of_floats_over_tokens_hides_padding(package):
-    model, logits = build("llama"), []
+    model, press = build("llama"), package.StreamingLLMDecodingPress(max_capacity=12)
     ids, mask, positions = left_padded(2, 20, [6, 0])
-    longer = torch.cat((mask, torch.ones_like(mask[:, :3])), dim=1)
+    longer, logits = torch.cat((mask, torch.ones_like(mask[:, :3])), dim=1), []
     for dtype in (torch.long, torch.float32):
-        cache, given = DynamicCache(), {"position_ids": positions}
-        with package.StreamingLLMDecodingPress(max_capacity=12)(model):
-            model(ids, attention_mask=mask.to(dtype), past_key_values=cache, **given)
-            given = {"position_ids": (longer.cumsum(-1) - 1)[:, -3:], "past_key_values": cache}
-            given["attention_mask"] = longer.to(dtype)
-            logits.append(model(token_ids(2, 3), **given).logits)
+        cache = filled(model, press, ids, attention_mask=mask.to(dtype), position_ids=positions)
+        given = {"position_ids": (longer.cumsum(-1) - 1)[:, -3:]}
+        given["attention_mask"] = longer.to(dtype)
+        logits += ran(model, press, [token_ids(2, 3)], cache, **given)[1]
     assert torch.equal(*logits)
 
 
 def test_positions_of_one_row_may_stand_for_all(package):
-    model, logits, mask = build("llama"), [], torch.ones(2, 24, dtype=torch.long)
+    model, press = build("llama"), package.StreamingLLMDecodingPress(max_capacity=12)
+    mask, logits = torch.ones(2, 24, dtype=torch.long), []
     mask[0, 20] = 0
     for rows in (1, 2):
-        positions, cache = torch.arange(20, 24).expand(rows, -1), DynamicCache()
-        given = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        with package.StreamingLLMDecodingPress(max_capacity=12)(model):
-            model(token_ids(2, 20), past_key_values=cache)
-            logits.append(model(token_ids(2, 4), **given).logits)
+        given = {"attention_mask": mask, "position_ids": torch.arange(20, 24).expand(rows, -1)}
+        cache = filled(model, press, token_ids(2, 20))
+        logits += ran(model, press, [token_ids(2, 4)], cache, **given)[1]
     assert torch.equal(*logits)
 
 
@@ -76,8 +71,7 @@ def test_a_mask_that_hides_tokens_is_read_anew_once_a_scope_has_pruned(package):
     with package.KnormPress(0.5)(model), package.StreamingLLMDecodingPress(16)(model):
         model(token_ids(1, 40), past_key_values=cache)
         for n in (41, 42):
-            mask = torch.ones(1, n, dtype=torch.long)
-            mask[0, 5] = 0
+            mask = (torch.arange(n)[None] != 5).long()
             model(token_ids(1, 1), past_key_values=cache, attention_mask=mask)
     assert kept_lengths(cache)[0].tolist() == [[17, 17]]
 
@@ -392,8 +386,7 @@ def test_attention_that_is_set_between_steps_gets_its_masks(package):
 
 def test_a_refused_crop_leaves_rerotated_layers_of_unlike_lengths_usable(package):
     press = package.KeyRerotationPress(package.PyramidKVPress(0.5, 4, beta=4))
-    model = build("llama")
-    cache = filled(model, press, token_ids(1, 40))
+    cache = filled(model := build("llama"), press, token_ids(1, 40))
     with pytest.raises(UnsupportedCacheError, match=r"crop|remove"):
         cache.crop(-5)
     ran(model, press, [token_ids(1, 1)], cache)

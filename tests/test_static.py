@@ -26,9 +26,7 @@ PRESSES = {
     "heavy hitters of turns": lambda p: nested(
         p.H2OPress(0.5), p.EveryTurnPress(p.KnormPress(), target_size=4)
     ),
-    "streaming behind layers": lambda p: nested(
-        PRESSES["layers"](p), p.StreamingLLMDecodingPress(max_capacity=12)
-    ),
+    "streaming behind layers": lambda p: nested(PRESSES["layers"](p), PRESSES["streaming"](p)),
 }
 FORWARDS = 1, 1, 1, 1, 3, 1, 1
 """New tokens of the forwards after the context."""

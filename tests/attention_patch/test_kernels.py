@@ -66,14 +66,7 @@ class Example(NamedTuple):
 
 
 def example(
-    batch=2,
-    n_kv=2,
-    group=2,
-    n_queries=1,
-    dim=16,
-    dtype=torch.float32,
-    device="cpu",
-    kept=None,
+    batch=2, n_kv=2, group=2, n_queries=1, dim=16, dtype=torch.float32, device="cpu", kept=None
 ):
     """Heads that keep some of `N` tokens, one of them one, and got `3 + n_queries` more."""
     generator = torch.Generator().manual_seed(n_kv + 10 * group + 100 * n_queries)
