@@ -24,7 +24,7 @@ from press_core.observing import AttentionPass, call_of, context_call, step_of, 
 from press_core.press import Press
 from press_core.rows import Decisions, RowGroup, parts_of
 from press_core.scope import ScopeState
-from press_core.traits import Evicts, Phase
+from press_core.traits import Evicts, Needs, Phase
 
 
 def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
@@ -190,13 +190,17 @@ def prune_before(
     mask, ids = (given.get(name) for name in ("attention_mask", "position_ids"))
     mask = for_full_attention(mask)
     occupied = occupied_slots(mask, layer, n, n_held=0)
-    last = first_position(ids, mask, layer, n) - 1
+    last, rotary = first_position(ids, mask, layer, n) - 1, None
+    # Padding between turns takes no positions, and cannot be told from others once it is evicted.
+    between = occupied is not None and bool((occupied[:, 1:] < occupied[:, :-1]).any())
+    if press.needs & Needs.ROPE or between or layer.kept.rotary is not None:
+        rotary = rotary_positions(layer, site, occupied, last)
     call = AttentionCall(
         site,
         keys.new_empty(len(keys), 0, 0),
         keys,
         values,
-        at=Positions(rotary=rotary_positions(layer, site, occupied, last)),
+        at=Positions(rotary=rotary),
         when=Moment(decoding=True, seen=tokens_seen(layer, occupied)),
         carried=layer.carried,
         scope=scope,
