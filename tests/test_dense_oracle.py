@@ -209,8 +209,7 @@ def test_every_kind_of_layer_with_padding(package, held, mask, form, reading):
 def test_two_scopes_with_padding(package, held, form):
     ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
     two = nested(package.KnormPress(0.5), package.StreamingLLMDecodingPress(999))
-    found = differs(HELD[held](package), ids, [0, 13], "whole", form, reading=two)
-    assert found < TOLERANCE[form]
+    assert differs(HELD[held](package), ids, [0, 13], "whole", form, reading=two) < TOLERANCE[form]
 
 
 OF_HEADS = ("AdaKVPress", "DMSPress", "DuoAttentionPress", "KVComposePress", "KVzipPress")

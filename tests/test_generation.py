@@ -21,6 +21,7 @@ from tests.support import (
     held,
     left_padded,
     make,
+    nested,
     table_beside,
     token_ids,
 )
@@ -54,7 +55,7 @@ prefilling_ways = pytest.mark.parametrize(
 
 def press_of(package, name, model):
     if name in EXTRA:
-        return eval(EXTRA[name], dict(package.PRESSES))
+        return eval(EXTRA[name], dict(package.PRESSES, nested=nested))
     made_of, fields = OPTIONS.get(name, (name, {}))
     return replace(example_for(package, made_of, 0.5, model), **fields)
 
