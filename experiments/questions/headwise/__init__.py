@@ -109,9 +109,11 @@ class Headwise(Experiment[Options]):
     are timed in turn on the full cache, on a uniformly pruned one, and on a head-wise pruned one
     that is decoded in four ways, whose logits are checked against the full cache with one mask per
     head. Ratios of times are of storage as well as of tokens: a plain cache is copied at every
-    step, ragged storage is not, and each has its own kernel. The answers are those of one small
-    model: a larger model, whose heads differ more, may gain more from head-wise budgets, and times
-    on a GPU differ.
+    step, ragged storage is not, and each has its own kernel. Copies of megabytes take up to twice
+    as long in some processes as in others (see "Threats to validity"), and all ratios are to the
+    full cache, which makes the largest: they differ from run to run by more than an interval says.
+    The answers are those of one small model: a larger model, whose heads differ more, may gain more
+    from head-wise budgets, and times on a GPU differ.
     """
 
     name = "headwise"
