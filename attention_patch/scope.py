@@ -180,7 +180,7 @@ def around_decoder(
     if forward is None:
         return call_next(*args, **kwargs)
     try:
-        given = begin(scope, forward)
+        given = begin(scope, forward, given)
         output = call_next(*given.args, **given.kwargs)
     except BaseException:
         leave(scope, None, failed=True)

@@ -2,7 +2,7 @@
 
 ```
 joined_forward(scope, given)   every forward: most decode steps return here
-begin(scope, forward)          if the scope takes part: prefill or decoding, what layers need
+begin(scope, forward, given)   if the scope takes part: prefill or decoding, what layers need
   engine.after_attention         after each attention module, if the scope acts in this forward
 leave(scope, output)           after the outermost scope: what presses do after the decoder
 ```
@@ -57,7 +57,7 @@ MASK, MADE = "attention_mask", "made"
 def enter(scope: ScopeState, given: Arguments) -> Arguments:
     """Called before a forward of the decoder; returns the arguments to call it with."""
     forward = joined_forward(scope, given)
-    return given if forward is None else begin(scope, forward)
+    return given if forward is None else begin(scope, forward, given)
 
 
 def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
@@ -105,8 +105,11 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, is_compiling: bool) -
     return None
 
 
-def begin(scope: ScopeState, forward: Forward) -> Arguments:
+def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
     """Let a scope take part in a forward: classify it, and find out what its layers need.
+
+    Args:
+        given: the arguments that the decoder was called with, maybe by an outer scope.
 
     Returns:
         The arguments to call the decoder with.
@@ -116,14 +119,13 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
         UnsupportedInputError: if the layout of the input is not supported.
     """
     if not forward.entered and running.is_early_exit():
-        return forward.given
+        return given
     if not torch.compiler.is_compiling():  # compiled forwards are not counted
         forward.frame = forward.frame or _lasting_frame()
         scope.running[forward] = threading.get_ident()
         if not scope.is_open:  # another thread has closed it, maybe without waiting for this one
             scope.running.pop(forward, None)
-            made, own = forward.notes.get(MADE, (None, None))
-            return forward.given if made is own else forward.given.replace(**{MASK: made})
+            return given
         scope.tally.n_forwards += 1
     if not forward.entered:
         forward.is_context = is_empty(forward.cache, scope.first)
@@ -132,6 +134,9 @@ def begin(scope: ScopeState, forward: Forward) -> Arguments:
             running.let_slide(scope, forward.cache)
     current.forward = forward
     forward.entered.append(scope)
+    made, own = forward.notes.get(MADE, (None, None))
+    is_made = made is not None and given.get(MASK) is made
+    forward.given = given.replace(**{MASK: own}) if is_made else given
     if scope.traits.phases & Phase.BEFORE_DECODER:
         forward.given = scope.press.before_decoder(scope, forward)
     for handle in running.ENTERED:
@@ -188,9 +193,6 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
     forward = current.forward
     if forward is None or forward.decoder is not scope.decoder or scope in forward.entered:
         return Forward(scope.decoder, given, outer=forward)
-    made, own = forward.notes.get(MADE, (None, None))
-    is_made = made is not None and given.get(MASK) is made
-    forward.given = given.replace(**{MASK: own}) if is_made else given
     return forward
 
 

@@ -1,7 +1,5 @@
 """Static caches hold what dynamic ones hold, and a step over either compiles as one graph."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
@@ -138,9 +136,7 @@ def test_layers_that_were_pruned_at_different_times(package, opened, n_hidden):
     """Buffers may be as long as one another, and filled to other slots."""
     model, logits = build("llama", dtype=torch.float64), []
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=110)):
-        with ExitStack() as scopes:
-            for press in opened(package):
-                scopes.enter_context(press(model))
+        with nested(*opened(package))(model):
             for n, seed in ((40, 0), (8, 1), (3, 2), (3, 3), (1, 4), (1, 5)):
                 mask = torch.ones(1, cache.get_seq_length() + n, dtype=torch.long)
                 mask[:, : n_hidden * (n == 1)] = 0

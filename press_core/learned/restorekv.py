@@ -269,17 +269,16 @@ class RestoreKV(KVzip, LearnedPress):
             optimizer = torch.optim.AdamW(
                 learned_parts.values(), lr=learning_rate, weight_decay=0.0
             )
-            n_rows, rows = 0, _rows(token_batches, n_batches, n_following + N_TOKENS)
-            for n_rows, (done, row) in enumerate(rows, 1):
+            n_rows = 0
+            for done, row in _rows(token_batches, n_batches, n_following + N_TOKENS):
                 optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2
-                pruner = press.with_ratio(
-                    compression_ratios[(n_rows - 1) % len(compression_ratios)]
-                )
+                pruner = press.with_ratio(compression_ratios[n_rows % len(compression_ratios)])
                 parts = row.to(device_of(model)).split([row.shape[1] - n_following, n_following], 1)
                 optimizer.zero_grad()
                 loss = distillation_loss(model, pruner, *parts)
                 loss.backward(inputs=[*learned_parts.values()])
                 optimizer.step()
+                n_rows += 1
             if not n_rows:
                 raise CalibrationError(
                     f"token_batches holds no row of more than {n_following + N_TOKENS} tokens "
