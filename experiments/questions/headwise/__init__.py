@@ -92,7 +92,8 @@ class Options:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The parts; by default all, but no budgets of a given model: it may know no facts."""
-        return self.part or (*[Part.BUDGETS] * (self.model is None), Part.DECODING, Part.CONDITIONS)
+        of_any_model = Part.DECODING, Part.CONDITIONS
+        return self.part or (tuple(Part) if self.model is None else of_any_model)
 
 
 class Headwise(Experiment[Options]):
