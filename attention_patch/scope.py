@@ -174,11 +174,14 @@ def around_decoder(
 ) -> Any:
     """Called in place of a decoder's forward, whose parameters are `names`, in `scope`."""
     given = Arguments(args, kwargs, names)
-    if runs_eagerly(scope, given):
-        return _eagerly_around_decoder(scope, names, call_next, *args, **kwargs)
+    around = _eagerly_around if runs_eagerly(scope, given) else _around
+    return around(scope, call_next, given)
+
+
+def _around(scope: ScopeState, call_next: Any, given: Arguments) -> Any:
     forward = joined_forward(scope, given)
     if forward is None:
-        return call_next(*args, **kwargs)
+        return call_next(*given.args, **given.kwargs)
     try:
         given = begin(scope, forward, given)
         output = call_next(*given.args, **given.kwargs)
@@ -189,4 +192,4 @@ def around_decoder(
     return output
 
 
-_eagerly_around_decoder = torch.compiler.disable(around_decoder)
+_eagerly_around = torch.compiler.disable(_around)

@@ -183,7 +183,7 @@ def prune_before(
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
-    says = type(press).keeps is not Press.keeps  # else its formula decides
+    says = type(press).acts_on is not Press.acts_on  # else its formula decides
     if says and not press.acts_on(layer.n_slots):
         return
     keys, values = (x.to(layer.device) for x in layer.states())

@@ -41,7 +41,6 @@ class Eviction:
         late_mask: `(B, H_kv, m)` bool, which to evict of the `m` tokens before the last `w`.
         carried: by name `(B, H_kv, ...)`, what the press gets back in `call.carried`; if heads hold
             different numbers of tokens, a value for each of the last `w` tokens.
-        is_whole: whether nothing is evicted and no key changes.
     """
 
     call: AttentionCall
@@ -54,7 +53,6 @@ class Eviction:
     channels: Tensor | None = None
     late_mask: Tensor | None = None
     carried: Mapping[str, Tensor] = field(default_factory=dict)
-    is_whole: bool = False
 
     def __iter__(self) -> Iterator[Tensor]:
         if not (self.head_mask is None and self.channels is None and self.late_mask is None):
@@ -70,7 +68,7 @@ class Eviction:
     @classmethod
     def nothing(cls, call: AttentionCall) -> Eviction:
         """Evict nothing."""
-        return replace(cls._all(call), is_whole=True)
+        return cls._all(call)
 
     @classmethod
     def keep(cls, call: AttentionCall, positions: Tensor) -> Eviction:
@@ -174,6 +172,13 @@ class Eviction:
         return int(self.keys.shape[2])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether nothing is evicted, and no key or value changes."""
+        same = self.keys is self.call.keys and self.values is self.call.values
+        masks = self.head_mask, self.late_mask, self.rotary_positions
+        return same and all(mask is None for mask in masks)
+
+    @property
     def evicts(self) -> Evicts:
         """What a press has to declare to return it."""
         if self.channels is not None:
@@ -221,7 +226,6 @@ class Eviction:
             kept=kept,
             rotary_positions=rotary,
             next_position=second.next_position or self.next_position,
-            is_whole=self.is_whole and second.is_whole,
         )
 
     def rerotated(self) -> Eviction:
@@ -239,7 +243,7 @@ class Eviction:
         is_there = n == self.call.length and left.keys_are_at(positions)
         if not is_there:
             keys = rotary.rotate_to(left.keys_before_rope(), positions[:1, :1]).to(keys.dtype)
-        return replace(self, keys=keys, rotary_positions=positions, next_position=n, is_whole=False)
+        return replace(self, keys=keys, rotary_positions=positions, next_position=n)
 
 
 def _all_tokens(keys: Tensor) -> Tensor:

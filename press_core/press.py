@@ -379,7 +379,7 @@ class RatioPress(Press):
 
     @property
     def amount(self) -> Amount:
-        return self.compression_ratio  # which may be a property of a user's class
+        return getattr(self, self.ratio_field)  # which may be a property of a user's class
 
 
 class MeasuredPress(Press):

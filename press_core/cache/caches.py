@@ -131,11 +131,12 @@ def put_back_reset(cache: Any) -> None:
 
 def mask_layer(cache: Cache) -> Any:
     """The layer for whose length the model builds its one mask: the first that does not slide."""
-    return next(
-        layer
-        for layer in cache.layers
-        if hasattr(layer, "get_mask_sizes") and not getattr(layer, "is_sliding", False)
-    )
+    return next(filter(sizes_masks, cache.layers))
+
+
+def sizes_masks(layer: Any) -> bool:
+    """Whether a model may build its one mask for the length of `layer`."""
+    return hasattr(layer, "get_mask_sizes") and not getattr(layer, "is_sliding", False)
 
 
 def pruned_layers(cache: Any) -> list[PrunedLayer]:

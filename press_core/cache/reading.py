@@ -325,9 +325,10 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer) -> Tensor:
         real = masks.visible_tokens(mask, n, layer.batch)
         real = None if real is None else real.to(layer.device)
         return layer.following_positions(n, real)[:, -q:]
-    real = masks.one_for_all_heads(_recent(forward, mask, layer, layer.room))[:, 0, -1]
+    n = layer.room + q  # also those of tokens that a full buffer then refuses
+    real = masks.one_for_all_heads(_recent(forward, mask, layer, n))[:, 0, -1]
     slots = layer.n_counted + torch.arange(q, device=layer.device)
-    return layer.following_positions(layer.room, real).index_select(1, slots)
+    return layer.following_positions(n, real).index_select(1, slots)
 
 
 def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) -> None:

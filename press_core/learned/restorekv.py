@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,7 @@ class RestoreKV(KVzip, LearnedPress):
             started = first_adapter(model, rank, seed)
             learned_parts = {name: x.requires_grad_() for name, x in started.tensors.items()}
             press: Any = cls(prompts=prompts, adapter=RestoreAdapter.of(learned_parts), **fields)
+            press = press.changed(thread=threading.get_ident())
             # Adam normalizes each gradient entry: one rate suits embeddings and adapter.
             optimizer = torch.optim.AdamW(
                 learned_parts.values(), lr=learning_rate, weight_decay=0.0
@@ -294,7 +297,7 @@ def _rows(
 
     Rows of at most `longer_than` tokens are left out.
     """
-    for index, batch in enumerate(token_batches):
+    for index, batch in enumerate(islice(token_batches, n_batches)):
         for ids in rows_alone([batch]):
             if ids.shape[1] > longer_than:
                 done = 0.0 if n_batches is None else index / n_batches

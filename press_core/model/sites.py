@@ -223,7 +223,8 @@ def output_weight(site: AttentionSite) -> Tensor:
         UnsupportedModelError: if the module has none, or its weights are offloaded or quantized.
     """
     width = site.num_heads * site.head_dim
-    children = dict(site.module.named_children())
+    # A module with parts may compute with other weights than its own, as with PEFT's adapters.
+    children = {name: x for name, x in site.module.named_children() if not [*x.children()]}
     for name in ("o_proj", "dense", "out_proj", "c_proj"):  # only the name shows the role
         weight = getattr(children.get(name), "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta:
@@ -234,5 +235,5 @@ def output_weight(site: AttentionSite) -> Tensor:
     raise UnsupportedModelError(
         f"{type(site.module).__name__} ({site.name}) has no output projection (o_proj, dense, "
         "out_proj or c_proj) with floating-point weights on a device (device_map: not offloaded "
-        "between forwards), and the press weighs values by them"
+        "between forwards; PEFT: merge_and_unload()), and the press weighs values by them"
     )

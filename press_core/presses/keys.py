@@ -323,7 +323,8 @@ class CUR(RatioScorer):
         squares = states.norm(dim=-1).square()
         if not self.use_local_approximation:
             return squares
-        length, width = squares.shape[-1], self.local_window_size
+        length = squares.shape[-1]
+        width = min(length, self.local_window_size)
         windows = pad(squares, (0, -length % width)).unflatten(-1, (-1, width))
         return _shares(windows).flatten(-2)[..., :length]
 

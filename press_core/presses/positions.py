@@ -125,6 +125,9 @@ class StreamingLLMDecoding(MeasuredPress):
     def keeps(self, length: int) -> int:
         return min(length, self.max_capacity)
 
+    def acts_on(self, length: int) -> bool:
+        return length > self.max_capacity
+
     def compress(self, call: AttentionCall) -> Eviction:
         n, n_sink, keys = self.max_capacity, self.n_sink, call.keys
         rotates, sinks = self.rerotate and n_sink > 0, call.carried.get(SINKS)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from press_core.cache.caches import PrunedHybridLayer, kind_of
+from press_core.cache.caches import PrunedHybridLayer, kind_of, sizes_masks
 from press_core.cache.pruned import PrunedLayer
 from press_core.model.ranks import HeadGroup, ranks_of
 from press_core.model.rotary import NoRotation, Rotary
@@ -91,7 +91,17 @@ def facts_of(seen: Seen, watch: Watch) -> Facts:
     if any(_owner(other, cache) == site.layer_idx for other in watch.seen if other is not seen):
         why = f"other layers read what {name} caches, and know one length of it"
         facts = facts.refused(why, "heads")
+    if (other := _whole_beside(cache)) is not None:
+        why = f"the model makes one mask for {name} and for a {other}, which cannot lose any"
+        facts = facts.refused(why, "tokens")
     return facts
+
+
+def _whole_beside(cache: Any) -> str | None:
+    """The kind of layer that cannot be pruned, but is read with a mask made for one that can."""
+    masked = [layer for layer in cache.layers if sizes_masks(layer)]
+    others = [type(layer).__name__ for layer in masked if kind_of(layer) is None]
+    return others[0] if others and kind_of(masked[0]) is not None else None
 
 
 def _site(seen: Seen, model: nn.Module) -> AttentionSite:
@@ -168,7 +178,7 @@ def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
     embedding = None if rotary is None else rotary.embedding
     names = {module: name for name, module in watch.model.named_modules()}
     site = replace(facts.site, rotary=rotary)
-    source = next(_query_sources(seen, site), None)
+    source = next(_query_sources(seen, site), None) if _is_same_later(seen, watch) else None
     facts = replace(facts, site=replace(site, query_source=source), maker=names.get(embedding))
     if source is not None:
         return facts
@@ -178,6 +188,29 @@ def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
         "press of the same name from patch_impl, which sees the query itself"
     )
     return facts.refused(why, "queries by hooks")
+
+
+class _Long:
+    """A cache that says it has seen many tokens, and holds none."""
+
+    n_seen = 2**20
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.n_seen
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+def _is_same_later(seen: Seen, watch: Watch) -> bool:
+    """Whether a query stays the same after many tokens (but for its rotation): no temperature."""
+    changed: dict[str, Any] = {seen.cache_name: _Long()}
+    if isinstance(seen.arguments.get("position_ids"), Tensor):
+        changed["position_ids"] = seen.arguments["position_ids"] + _Long.n_seen
+    try:
+        return torch.equal(watch.again(seen, **changed).query, seen.attended[0].query)
+    except Exception:  # the module does more with its cache or positions
+        return True
 
 
 def order_of_heads(call: Attended, keys: Tensor, values: Tensor) -> tuple[int, ...] | None:

@@ -131,7 +131,7 @@ class Watch:
     def again(self, seen: Seen, **changed: Any) -> Attended:
         """Run a module again with changed arguments; returns its first attention call."""
         with watched(self.model) as watch:
-            seen.module(**{**seen.arguments, **changed, seen.cache_name: None})
+            seen.module(**{**seen.arguments, seen.cache_name: None, **changed})
         return watch._by_module[id(seen.module)].attended[0]
 
     def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
@@ -156,7 +156,7 @@ class Watch:
         elif seen is not None and code.co_argcount > 3:
             query, key, value = (frame.f_locals[name] for name in code.co_varnames[1:4])
             if all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key, value)):
-                options = {**frame.f_locals, **frame.f_locals.get("kwargs", {})}
+                options = frame.f_locals | _extra(frame)
                 seen.attended.append(Attended(query, key, value, options))
                 self._attending[frame] = seen.attended[-1]
         elif self._running:
@@ -179,14 +179,24 @@ class Watch:
                 seen, name = self._children[id(module)]
                 seen.outputs.pop(name, None)
                 seen.outputs[name] = first
-        elif isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Tensor):
+        elif isinstance(returned, tuple) and len(returned) == 2 and _are_alike(*returned):
             self.makers.append((module, first, dict(frame.f_locals)))
+
+
+def _are_alike(first: Tensor, second: Any) -> bool:
+    """Whether two results may be cosines and sines, and not an output and its weights."""
+    return isinstance(second, Tensor) and second.shape == first.shape
+
+
+def _extra(frame: FrameType) -> dict[str, Any]:
+    """The arguments that a function was given beyond its parameters."""
+    return dict(frame.f_locals.get(inspect.getargvalues(frame).keywords or "", {}))
 
 
 def _note_arguments(seen: Seen, frame: FrameType) -> None:
     names, _, starred, given = inspect.getargvalues(frame)
-    extra = given[starred] if starred else {}
-    seen.arguments = {name: given[name] for name in names[1:]} | dict(extra)
+    extra = _extra(frame)
+    seen.arguments = {name: given[name] for name in names[1:]} | extra
     seen.extra = tuple(extra) if starred else None
     seen.parameters = (*names[1:], *(("kwargs",) if starred else ()))
     seen.n_forwards += 1

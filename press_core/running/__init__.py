@@ -22,6 +22,7 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     refused.refuse_vmap,
     refused.refuse_paged,
     refused.refuse_draft_tokens,
+    refused.refuse_restart,
     sliding.refuse_full,
     chunks.announce,
     static.require_room,

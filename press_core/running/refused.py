@@ -7,9 +7,10 @@ import torch
 from torch._C._functorch import is_batchedtensor
 from transformers.cache_utils import Cache
 
+from press_core.cache.caches import pruned_layers
 from press_core.cache.given import innermost_frame
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
-from press_core.forward import Forward
+from press_core.forward import CACHE_NAMES, Forward, own_cache
 from press_core.scope import ScopeState
 from press_core.traits import Phase
 
@@ -44,6 +45,24 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
         "past_key_values=cache, ...) with the assistance (transformers 5.2 wants all of input_ids "
         "there, 5.3 to 5.17 cannot do it)"
     )
+
+
+def refuse_restart(scope: ScopeState, forward: Forward) -> None:
+    """Raise if `generate` runs its tokens again without the cache: Phi-3 at its original length.
+
+    It counts the tokens of the cache for this, which are fewer after rerotation.
+    """
+    if forward.cache is not None or torch.compiler.is_compiling():
+        return
+    frame = innermost_frame("transformers.generation.utils", _LOOPS)
+    given = {} if frame is None else frame.f_locals.get("model_kwargs", {})
+    dropped = [layer for name in CACHE_NAMES for layer in pruned_layers(own_cache(given.get(name)))]
+    if any(layer.kept.following is not None for layer in dropped):
+        raise UnsupportedInputError(
+            f"generate leaves out the cache that {type(scope.press).__name__} pruned, because the "
+            "model changes its rotary frequencies at the original length (LongRoPE) and the cache "
+            "counts fewer tokens; call the model step by step, or do not rotate kept keys"
+        )
 
 
 def is_early_exit() -> bool:
