@@ -162,7 +162,7 @@ class AttentionCall:
         if self.query is None:
             raise UnsupportedInputError(
                 f"the queries of {self.site.name} were not collected; a press that reads them "
-                "declares `needs = Needs.QUERIES`"
+                "declares `needs = Needs.QUERIES`, and acts after attention (see `phases`)"
             )
         return self.query
 

@@ -65,6 +65,15 @@ def require(press: Any, name: str, holds: bool, allowed: str) -> None:
         )
 
 
+def require_whole(at_least: int, **given: Any) -> None:
+    """Raise a `HyperparameterError` unless these arguments are whole numbers of `at_least`."""
+    for name, n in given.items():
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < at_least:
+            raise HyperparameterError(
+                f"{name}={n!r}: {name} must be a whole number, {at_least} or more"
+            )
+
+
 _PLAIN: dict[Any, tuple[type, str]] = {
     int: (Integral, "a whole number"),
     float: (Real, "a number"),

@@ -185,7 +185,7 @@ class Press:
         return own and all(part.is_long_enough(length) for part in self.parts)
 
     def keeps(self, length: int) -> int:
-        """How many of `length` tokens each KV head keeps by its ratio, on average over layers."""
+        """How many of `length` tokens a KV head keeps, on average; by the ratio, if not overridden."""
         own = n_kept(length, self.amount) if self.is_long_enough(length) else length
         return min(own, reduce(lambda n, part: part.keeps(n), self.parts, length))
 

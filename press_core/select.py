@@ -20,7 +20,7 @@ def protect(scores: Tensor, protected: Tensor) -> Tensor:
     latest ones.
 
     Args:
-        scores: `(B, H_kv, S)`, floating point.
+        scores: `(B, H_kv, S)`, finite, floating point.
         protected: `(S,)`, bool.
     """
     length = scores.shape[-1]

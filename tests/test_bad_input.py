@@ -17,6 +17,7 @@ from press_core import (
     PressError,
     UnsupportedInputError,
     UnsupportedModelError,
+    attention_sites,
     kept_lengths,
 )
 from tests.support import (
@@ -180,14 +181,25 @@ def test_a_ratio_for_each_layer_and_no_more(package, ratios):
         model(token_ids(1, 20))
 
 
-@both
-@pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
-def test_quantized_output_projections_are_refused(package, name, model):
+def quantized(model):
+    attention_sites(model)  # runs it, which needs the weights
     projection = model.model.layers[1].self_attn.o_proj
     codes = projection.weight.to(torch.int8)
     projection.weight = torch.nn.Parameter(codes, requires_grad=False)
+    return model
+
+
+def adapted(model):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"]))
+
+
+@both
+@pytest.mark.parametrize("change", [quantized, adapted])
+@pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
+def test_output_projections_without_weights_to_read_are_refused(package, name, change, model):
     press = package.PRESSES[name](package.KnormPress(0.5))
-    assert_refused(press, model, UnsupportedModelError, "floating-point")
+    assert_refused(press, change(model), UnsupportedModelError, "floating-point")
 
 
 @both

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -243,6 +244,17 @@ def test_draft_tokens_behind_turned_keys_are_right_or_refused(package, n):
             more |= GREEDY | {"max_new_tokens": 8, "past_key_values": cache}
             found.append(model.generate(given, attention_mask=torch.ones_like(given), **more))
     assert all(torch.equal(x[:, -8:], found[0][:, -8:]) for x in found)
+
+
+def test_a_cache_that_generate_leaves_out_is_refused(package):
+    """Phi-3 begins anew where its frequencies change, by the tokens that the cache counts."""
+    scaled = {"original_max_position_embeddings": 28, "short_factor": 8 * [1.0]}
+    known = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": 8 * [2.0]} | scaled
+    config = {"original_max_position_embeddings": 28, "rope_parameters": known}
+    model = build_tiny(replace(decoders()["phi3"], fields=config))
+    press = package.KeyRerotationPress(package.KnormPress(0.5))
+    with press(model), pytest.raises(UnsupportedInputError, match="LongRoPE"):
+        model.generate(token_ids(1, 40), max_new_tokens=3, **GREEDY)
 
 
 # ---- presses of one's own ------------------------------------------------------------------------

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+import hooks_impl
 import patch_impl
 from experiments.testbed.compare import Inputs, compare
 from experiments.testbed.recipes import PROMPTS
-from press_core import Needs, PressError, UnsupportedModelError, attention_sites
+from press_core import (
+    HyperparameterError,
+    Needs,
+    PressError,
+    UnsupportedModelError,
+    attention_sites,
+)
 from press_core.forward import current
 from press_core.learned.calibration import Calibration, CalibrationError, model_sizes
 from press_core.learned.restorekv import RestoreAdapter, first_adapter
@@ -167,6 +174,25 @@ def test_nothing_to_learn_from_is_refused(package, name):
     assert issubclass(CalibrationError, PressError)
     with pytest.raises(CalibrationError, match="no token"):
         learn(name, package, build("llama"), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "given"),
+    [
+        ("KVzapPress", "fit", {"model_type": "Linear"}),
+        ("KVzapPress", "fit", {"hidden_dim": 0}),
+        ("KVzapPress", "fit", {"steps": -1}),
+        ("FastKVzipPress", "fit", {"max_tokens": -5}),
+        ("FastKVzipPress", "fit", {"rank": 1.5}),
+        ("RestoreKVPress", "fit", {"n_following": 0}),
+        ("ExpectedAttentionStatsPress", "collect", {"n_sink": -1}),
+        ("DuoAttentionPress", "measure", {"window_size": 0}),
+    ],
+)
+def test_arguments_of_fits_are_checked_before_the_model_is_run(name, method, given):
+    learns = getattr(hooks_impl.PRESSES[name], method)
+    with pytest.raises(HyperparameterError, match=f"{min(given)} must be"):
+        learns(None, [token_ids(1, 25)], **given)
 
 
 @both

@@ -259,6 +259,20 @@ def test_they_stay_where_graphs_were_compiled_around_them(package):
             assert covered(model) == [True]
 
 
+@both
+@pytest.mark.usefixtures("no_graphs_after")
+def test_a_compiled_decoder_may_be_told_to_compile_no_more(package):
+    model = build("llama", num_layers=1)
+    model.model.compile(backend="eager")
+    step(model, prefilled(model))
+    with package.KnormPress(0.5)(model):
+        for stance in ("default", "eager_on_recompile"):
+            with torch.compiler.set_stance(stance):
+                cache = prefilled(model)
+                step(model, cache)
+            assert lengths(cache) == [21]
+
+
 def n_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

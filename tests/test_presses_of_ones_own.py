@@ -1,5 +1,6 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import product
 
@@ -15,6 +16,7 @@ from press_core import (
     Evicts,
     HyperparameterError,
     Needs,
+    Phase,
     PressError,
     ScopeError,
     Tokens,
@@ -141,6 +143,21 @@ def test_a_press_acts_as_often_as_its_parts(package):
     assert found[0] == found[1]
     assert len(found[0][0][0][0]) == 13
     assert Around(package.PrefillDecodingPress(package.KnormPress())).is_due(1, 1)
+    nine = {"phases": Phase.BEFORE_DECODING, "budget": lambda _, call: min(9, call.length)}
+    own = type("Nine", (package.KnormPress,), nine)()
+    cache, _ = ran(build("llama"), own, token_ids(1, 21).split([20, 1], dim=1))
+    assert kept_lengths(cache)[0].tolist() == [[10, 10]]
+
+
+def test_values_may_change_where_nothing_is_evicted(package):
+    class Rounded(package.BasePress):
+        evicts = Evicts.NOTHING
+
+        def compress(self, call):
+            return replace(Eviction.nothing(call), values=call.values.round())
+
+    for layer in filled(build("llama"), Rounded(), token_ids(1, 20)).layers:
+        assert torch.equal(layer.values, layer.values.round())
 
 
 def test_attention_that_a_subclass_gives_to_score_is_scored():
@@ -359,6 +376,8 @@ def test_a_ratio_that_a_class_computes_cannot_be_set(package):
     half = property(lambda self: 0.5, lambda self, given: None)
     press = type("Own", (package.KnormPress,), {"compression_ratio": half})()
     assert lengths(press) == [[20, 20]] * 2
+    own = {"share": 0.5, "ratio_field": "share", "__annotations__": {"share": float}}
+    assert lengths(dataclass(type("Own", (package.KnormPress,), own))()) == [[20, 20]] * 2
     quarter = property(lambda self: 0.25, lambda self, given: None)
     other = type("Own", (package.KnormPress,), {"compression_ratio": quarter})()
     composed = package.ComposedPress([other, package.KnormPress(0.5)])

@@ -1,6 +1,8 @@
 """RestoreKV: what joins the cache, what the adapter touches, and how it is learned."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,6 +132,21 @@ def test_rows_without_a_context_teach_nothing():
     model, rows = build("llama"), [token_ids(2, 16)]
     with pytest.raises(CalibrationError, match="16 tokens"):
         hooks_impl.RestoreKVPress.fit(model, rows, n_following=8, prompts=PROMPTS)
+
+
+def test_as_many_batches_are_learned_from_as_asked_for_apart_from_other_threads():
+    model, ids, found = build("llama"), token_ids(1, LENGTH), []
+
+    def beside(*_):
+        if threading.get_ident() == here:
+            found.append(ThreadPoolExecutor(1).submit(filled, model, None, ids).result())
+
+    here, batches = threading.get_ident(), iter([ids] * 3)
+    model.model.layers[0].register_forward_hook(beside)
+    hooks_impl.RestoreKVPress.fit(model, batches, n_batches=1, prompts=PROMPTS)
+    assert len([*batches]) == 2
+    assert {cache.get_seq_length() for cache in found} == {LENGTH}
+    assert {int(n) for cache in found for n in kept_lengths(cache)[0].flatten()} == {LENGTH}
 
 
 # ---- files ---------------------------------------------------------------------------------------

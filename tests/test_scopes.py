@@ -9,6 +9,7 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import patch_impl
 from press_core import ScopeError, kept_lengths
 from press_core.scope import bound_to
 from tests.support import (
+    PACKAGES,
     PLAIN,
     both,
     build,
@@ -196,8 +198,17 @@ def replace_decoder(model):
     model.model = copy.deepcopy(model.model)
 
 
-@both
-@pytest.mark.parametrize("replace", [replace_attention, replace_decoder])
+def restore_forward(model):
+    del model.model.forward
+
+
+@pytest.mark.parametrize(
+    ("package", "replace"),
+    [
+        *product(PACKAGES, (replace_attention, replace_decoder)),
+        (patch_impl, restore_forward),
+    ],
+)
 def test_modules_that_are_replaced_are_not_silent(package, replace, model):
     scope = package.KnormPress(0.5).register(model)
     replace(model)

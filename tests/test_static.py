@@ -267,13 +267,15 @@ def test_what_a_buffer_cannot_hold_is_refused(press):
         model(token_ids(1, 20), past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", ["keys", "heads"])
+@pytest.mark.parametrize("name", ["keys", "heads", "rerotated"])
 def test_a_full_buffer_is_an_error(name):
     model = build("llama")
-    cache = StaticCache(config=model.config, max_cache_len=22)
+    cache, other = (StaticCache(config=model.config, max_cache_len=22) for _ in range(2))
     with PRESSES[name](hooks_impl)(model):
         with pytest.raises(UnsupportedCacheError, match="room for 22 tokens"):
             model(token_ids(1, 23), past_key_values=cache)
         model(token_ids(1, 20), past_key_values=cache)
         with pytest.raises(UnsupportedCacheError, match="room for 2 tokens"):
             model(token_ids(1, 3), past_key_values=cache)
+        with pytest.raises(UnsupportedCacheError, match="room for 0 tokens"):
+            model.generate(token_ids(1, 20), past_key_values=other, max_new_tokens=4, **GREEDY)

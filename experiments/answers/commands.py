@@ -49,8 +49,8 @@ def compress(
     about = about_cache(output)
     print(f"{output}: {about.n_seen} tokens, {about.evicted:.0%} evicted by {about.press}")
     if not about.evicted:
-        why = "the text is too short for this press" if made.amount else "--ratio 0.5 evicts half"
-        console.print(f"Nothing was evicted; {why}.")
+        more = "--ratio 0.5, a longer text, or a press that evicts from a context"
+        console.print(f"Nothing was evicted; to evict, give {more}.")
 
 
 def ask(

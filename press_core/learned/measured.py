@@ -18,7 +18,7 @@ from torch import Tensor
 from press_core.attention import window_attention
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.fields import count, require, share
+from press_core.fields import count, require, require_whole, share
 from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
 from press_core.learned.running import Batch, LayerMeans, run
 from press_core.model.decoder import device_of
@@ -134,7 +134,9 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
 
         Raises:
             CalibrationError: if there are no tokens.
+            HyperparameterError: if `n_sink` is no number of tokens.
         """
+        require_whole(0, n_sink=n_sink)
         collector = partial(cls.collector, reads=Needs.QUERIES | Needs.ROPE)
         mean, second = query_moments(
             collector, model, token_batches, lambda call: call.queries_before_rope()[:, :, n_sink:]
@@ -317,7 +319,10 @@ class DuoAttention(MeasuredPress, LearnedPress):
 
         Raises:
             CalibrationError: if no text is longer than `sink_size + recent_size`.
+            HyperparameterError: if one of the three is no number of tokens.
         """
+        require_whole(0, sink_size=sink_size)
+        require_whole(1, recent_size=recent_size, window_size=window_size)
         means = LayerMeans()
 
         def add(call: AttentionCall) -> None:

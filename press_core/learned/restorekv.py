@@ -19,6 +19,7 @@ from torch.nn.functional import kl_div, pad
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
+from press_core.fields import require_whole
 from press_core.files.files import read
 from press_core.forward import Forward, cache_of, with_cache
 from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
@@ -262,7 +263,9 @@ class RestoreKV(KVzip, LearnedPress):
 
         Raises:
             CalibrationError: if no row is long enough to have a context.
+            HyperparameterError: if `n_following` or `rank` is less than 1.
         """
+        require_whole(1, n_following=n_following, rank=rank)
         with torch.inference_mode(False), torch.enable_grad():
             started = first_adapter(model, rank, seed)
             learned_parts = {name: x.requires_grad_() for name, x in started.tensors.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from press_core.call import AttentionCall
+from press_core.fields import require_whole
 from press_core.forward import current
 from press_core.learned.calibration import CalibrationError, LearnedPress
 from press_core.model.decoder import device_of, has_encoder
@@ -215,9 +216,16 @@ class TaughtPress(LearnedPress):
         Raises:
             CalibrationError: if there are no tokens, or if scores have the wrong shape, or values
                 that the calibration cannot have.
+            HyperparameterError: naming the argument, its value and what is allowed.
             TypeError: if the calibration has no such `shape` argument.
         """
-        inspect.signature(cls.learn).bind(None, **shape)  # fails before the model is run
+        # What does not fit fails before the model is run.
+        inspect.signature(cls.learn).bind(None, **shape)
+        words = {name: x for name, x in shape.items() if isinstance(x, str)}
+        cls(**words)
+        numbers = {name: x for name, x in shape.items() if name not in words and x is not None}
+        require_whole(1, **numbers)
+        require_whole(0, max_tokens=max_tokens, steps=steps)
         scored = cls.teacher().scores if scores is None else scores
         examples = Examples(max_tokens)
         for ids in rows_alone(token_batches):

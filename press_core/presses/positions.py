@@ -106,7 +106,8 @@ class StreamingLLMDecoding(MeasuredPress):
         rerotate: give tokens their positions within the cache, as in the paper. Attention depends
             on distances only (RoPE), and distances within the window do not change, so the sinks
             alone are rotated towards the window; each time from their keys before RoPE, so that
-            rounding errors do not add up.
+            rounding errors do not add up. (Models with dynamic NTK, whose frequencies change with
+            the length, rotate keys of one cache by several of them, and these sinks by the latest.)
     """
 
     max_capacity: int = above("n_sink", 256)

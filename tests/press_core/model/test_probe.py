@@ -12,7 +12,9 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import hooks_impl
 import patch_impl
@@ -274,6 +276,13 @@ def test_a_bare_cache_slides_where_the_model_does(package):
     assert [layer.is_sliding for layer in cache.layers] == [False, True, False, True]
 
 
+def test_layers_beside_that_keep_all_tokens_share_no_mask():
+    """Under eager attention, a trial finds it out, too."""
+    model = tiny("minimax_m3_vl_text (sparse)")
+    model.set_attn_implementation("sdpa")
+    assert all("tokens" in site.refusals for site in attention_sites(model))
+
+
 def test_positions_that_do_not_go_on_behind_the_cache_are_known():
     model = tiny("llama")
     assert not any(site.place.keeps_count for site in attention_sites(model))
@@ -287,6 +296,20 @@ class FromZero(transformers.LlamaForCausalLM):
     def forward(self, input_ids, **kwargs):
         kwargs.setdefault("position_ids", torch.arange(input_ids.shape[1])[None])
         return super().forward(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("package", [hooks_impl, patch_impl])
+def test_an_attention_function_names_its_parameters_as_it_likes(package, monkeypatch):
+    def own(module, query, key, value, attention_mask, **further):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **further)
+
+    model = families.build("llama")
+    for registry, function in ((AttentionInterface, own), (AttentionMaskInterface, sdpa_mask)):
+        monkeypatch.setitem(registry._global_mapping, "own", function)
+    model.set_attn_implementation("own")
+    for press in (package.SnapKVPress(0.5, 4), package.AdaKVPress(package.KnormPress(0.5))):
+        cache = filled(model, press, torch.arange(5, 45)[None])
+        assert kept_lengths(cache)[0].sum() == 40
 
 
 def test_an_attention_that_calls_the_one_it_inherits_from():
