@@ -10,7 +10,7 @@ from attention_patch.scope import serve
 from hooks_impl.kvpress import KvpressCompatible, observed, queries
 from press_core import entry
 from press_core.errors import ScopeError
-from press_core.forward import Arguments, Forward, names_of
+from press_core.forward import Arguments, Forward, current, names_of
 from press_core.model.graphs import forget_graphs
 from press_core.model.sites import AttentionSite
 from press_core.observed import Query
@@ -18,7 +18,7 @@ from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
 from press_core.press import RatioPress
 from press_core.running.compiled import enter_eagerly, runs_eagerly
-from press_core.running.copies import Hook, LayerHook
+from press_core.running.copies import Hook
 from press_core.scope import InstalledPress, ScopeState
 from press_core.scoring import Collecting, TokenScorer
 
@@ -64,13 +64,13 @@ class BasePress(KvpressCompatible, InstalledPress):
             if self.evicts.needs_attention:  # hooks cannot replace the attention function
                 yield from serve(site)
             if scope.traits.reads_queries:
-                collect = LayerHook(partial(_collect, scope, site))
+                collect = Hook(partial(_collect, scope, site))
                 yield site.query_module.register_forward_hook(collect)
             # Prepended, so that of several scopes the inner one acts first.
-            act = LayerHook(partial(_attention, scope, site))
+            act = Hook(partial(_attention, scope, site))
             yield site.module.register_forward_hook(act, with_kwargs=True, prepend=True)
         for reader in (*scope.sites, *scope.bystanders):
-            before = LayerHook(partial(_before, reader))
+            before = Hook(partial(_before, reader))
             yield reader.module.register_forward_pre_hook(before, with_kwargs=True)
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
@@ -119,40 +119,32 @@ def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) 
     entry.leave(scope, output, failed=output is None)
 
 
-def _before(
-    site: AttentionSite,
-    forward: Forward,
-    _: nn.Module,
-    args: tuple[Any, ...],
-    *kwargs: Any,
-) -> Any:
+def _before(site: AttentionSite, _: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> Any:
     """Called before an attention module's forward."""
-    if not forward.helps or not kwargs:
+    forward = current.forward
+    if forward is None or not forward.helps or not kwargs:
         return None
     given = Arguments(args, kwargs[0], site.signature.parameters)
     given = entry.before_attention(forward, site, given)
     return given.args, given.kwargs
 
 
-def _collect(scope: ScopeState, site: AttentionSite, forward: Forward, *call: Any) -> None:
+def _collect(scope: ScopeState, site: AttentionSite, *call: Any) -> None:
     """Called after the module that computes the query.
 
     The query is stored until the hook of the attention module reads it.
     """
-    if scope in forward.acting:
+    forward = current.forward
+    if forward is not None and scope in forward.acting:
         forward.notes[QUERY] = site, call[-1]
 
 
 def _attention(
-    scope: ScopeState,
-    site: AttentionSite,
-    forward: Forward,
-    _: nn.Module,
-    args: tuple[Any, ...],
-    *rest: Any,
+    scope: ScopeState, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], *rest: Any
 ) -> Any:
     """Called after an attention module's forward; prunes the layer that it has filled."""
-    if scope not in forward.acting:
+    forward = current.forward
+    if forward is None or scope not in forward.acting:
         return None
     kwargs, output = rest
     given = Arguments(args, kwargs, site.signature.parameters)

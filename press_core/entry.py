@@ -44,7 +44,7 @@ from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, cache_after, current
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
-from press_core.scope import AROUND, ScopeState, Traits
+from press_core.scope import ScopeState, Traits
 from press_core.traits import Phase
 
 GIVEN = "given"
@@ -258,7 +258,7 @@ def _prune_before(scope: ScopeState, forward: Forward) -> None:
 def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer]) -> None:
     """Record the length of a cache that was filled before the scope saw any context."""
     tally = scope.tally
-    if pruned or tally.n_contexts or not scope.traits.phases & AROUND:
+    if pruned or tally.n_contexts or not scope.traits.phases & Phase.ON_CONTEXTS:
         return
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
         n_seen = int(cache.get_seq_length(scope.first))

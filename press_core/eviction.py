@@ -68,7 +68,7 @@ class Eviction:
     @classmethod
     def nothing(cls, call: AttentionCall) -> Eviction:
         """Evict nothing."""
-        return cls._all(call)
+        return cls(call, call.keys, call.values, _all_tokens(call.keys))
 
     @classmethod
     def keep(cls, call: AttentionCall, positions: Tensor) -> Eviction:
@@ -96,7 +96,7 @@ class Eviction:
         """
         _check_indices("keep_per_head", call, mask, torch.bool, call.length)
         _check_named("the carried of Eviction.keep_per_head is", call, carried or {})
-        return replace(cls._all(call), head_mask=mask, carried=carried or {})
+        return replace(cls.nothing(call), head_mask=mask, carried=carried or {})
 
     @classmethod
     def keep_channels(cls, call: AttentionCall, channels: Tensor) -> Eviction:
@@ -107,7 +107,7 @@ class Eviction:
         """
         _check_indices("keep_channels", call, channels, torch.int64, call.keys.shape[3])
         index = channels.unsqueeze(2).expand(-1, -1, call.length, -1)
-        return replace(cls._all(call), keys=call.keys.gather(-1, index), channels=channels)
+        return replace(cls.nothing(call), keys=call.keys.gather(-1, index), channels=channels)
 
     @classmethod
     def late(cls, call: AttentionCall, mask: Tensor, carried: Mapping[str, Tensor]) -> Eviction:
@@ -125,7 +125,7 @@ class Eviction:
         for known in call.carried.values():
             n_scored = known.shape[2] + call.length
             _check_indices("late", call, mask, torch.bool, n_scored - width)
-        return replace(cls._all(call), late_mask=mask, carried=carried)
+        return replace(cls.nothing(call), late_mask=mask, carried=carried)
 
     @classmethod
     def from_states(cls, call: AttentionCall, keys: Tensor, values: Tensor) -> Eviction:
@@ -135,10 +135,6 @@ class Eviction:
             PressError: if they are not shaped as states of some of the `S` tokens are.
         """
         return cls.of(call, (keys, values))
-
-    @classmethod
-    def _all(cls, call: AttentionCall) -> Eviction:
-        return cls(call, call.keys, call.values, _all_tokens(call.keys))
 
     @classmethod
     def of(cls, call: AttentionCall, returned: Any) -> Eviction:
@@ -240,8 +236,7 @@ class Eviction:
             return self
         positions = torch.arange(n, device=keys.device).expand(keys.shape[:3])
         # A whole context may be at other positions: pruned before, or with position ids given.
-        is_there = n == self.call.length and left.keys_are_at(positions)
-        if not is_there:
+        if n != self.call.length or not left.keys_are_at(positions):
             keys = rotary.rotate_to(left.keys_before_rope(), positions[:1, :1]).to(keys.dtype)
         return replace(self, keys=keys, rotary_positions=positions, next_position=n)
 

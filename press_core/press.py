@@ -37,7 +37,7 @@ class Press:
     """A compression policy: hyperparameters and a formula, independent of the mechanism.
 
     A press holds no run state: one press may be open on several models, in several threads or twice
-    on one model (the inner scope acts first). A press that holds presses in its fields is a
+    on one model. A press that holds presses in its fields is a
     composition: traits that it does not declare are combined from those of its parts.
 
     Attributes:
@@ -185,7 +185,7 @@ class Press:
         return own and all(part.is_long_enough(length) for part in self.parts)
 
     def keeps(self, length: int) -> int:
-        """How many of `length` tokens a KV head keeps, on average; by the ratio, if not overridden."""
+        """How many of `length` tokens a KV head keeps, on average: by its ratio, or overridden."""
         own = n_kept(length, self.amount) if self.is_long_enough(length) else length
         return min(own, reduce(lambda n, part: part.keeps(n), self.parts, length))
 
@@ -350,7 +350,7 @@ class Press:
     @property
     def compression_count(self) -> int:
         """How often a layer was pruned (the most of all layers) in the scope opened last."""
-        return 0 if self.last_run is None else self.last_run.compression_count
+        return 0 if self.last_run is None else max(self.last_run.compressions.values(), default=0)
 
     @property
     def evicted_ratio(self) -> float:
@@ -389,7 +389,9 @@ class MeasuredPress(Press):
     def compression_ratio(self) -> float:
         """Share of the tokens evicted in the scope opened last; the requested one before a run."""
         run = self.last_run
-        return run.compression_ratio if run is not None and run.has_run else self.requested_ratio
+        if run is None or run.n_forwards == run.n_before:  # no forward since the ratio was set
+            return self.requested_ratio
+        return run.compression_ratio
 
     @compression_ratio.setter
     def compression_ratio(self, ratio: Amount) -> None:

@@ -1,9 +1,8 @@
 """Padded batches: each row is pruned as it would be without padding, and the rows are rejoined."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 
 
-@dataclass(frozen=True, eq=False)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Rows of a batch with the same padding, and the press's decision about them.
 
     Attributes:
@@ -88,7 +86,7 @@ class Decisions:
         found = {row: of_group(g.eviction) for g in self.groups for row in g.rows}
         return tuple([found[row] for row in range(len(found))])
 
-    def joined(self, of_group: Callable[[Eviction], Tensor], empty: float = 0) -> Tensor:
+    def joined(self, of_group: Callable[[Eviction], Any], empty: float = 0) -> Tensor:
         """`of_group` of each eviction, `(b, H_kv, n, ...)`, padded left and joined to a batch."""
         parts = [of_group(eviction) for eviction in self.evictions]
         longest = max([part.shape[2] for part in parts])

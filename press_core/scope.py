@@ -33,9 +33,6 @@ _opening = threading.RLock()
 _open: WeakSet[ScopeState] = WeakSet()
 """Scopes that were opened, until they are garbage-collected; a closed one's decoder is None."""
 
-AROUND = Phase.PREFILL | Phase.DECODING | Phase.CHUNKS
-"""Phases in which a press acts around attention modules."""
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -64,11 +61,12 @@ class Traits:
     def of(cls, press: Press) -> Traits:
         needs, phases, thread = press.all_needs, press.observed_phases, vars(press).get("thread")
         others = phases & ~(Phase.ON_CONTEXTS | Phase.DECODING)
+        attends = phases & (Phase.IN_PREFILL | Phase.DECODING)
         remembers = bool(needs & Needs.MEMORY)
         return cls(
             phases,
             press.buffered_tokens,
-            reads_queries=bool(needs & Needs.QUERIES) and bool(phases & AROUND),
+            reads_queries=bool(needs & Needs.QUERIES and attends),
             reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=remembers,
             may_pass=not (remembers or others) and thread is None,
@@ -207,8 +205,8 @@ class ScopeState:
         length, tally = self.tally.longest_whole, self.tally
         if tally.layers or tally.n_contexts or not length:
             return None
-        prefill_only = self.traits.phases & ~Phase.DECODER == Phase.PREFILL
-        if not prefill_only or not self.press.acts_on(length):
+        decodes = self.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+        if decodes or not self.press.acts_on(length):
             return None
         return (
             f" evicted nothing: all {length} tokens were in the cache before this scope opened; "

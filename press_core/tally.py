@@ -37,16 +37,6 @@ class Tally:
         self.compressions[layer_idx] = self.compressions.get(layer_idx, 0) + 1
 
     @property
-    def has_run(self) -> bool:
-        """Whether a forward ran since the ratio was set."""
-        return self.n_forwards > self.n_before
-
-    @property
-    def compression_count(self) -> int:
-        """How often a layer was pruned, the maximum over layers."""
-        return max(self.compressions.values(), default=0)
-
-    @property
     def compression_ratio(self) -> float:
         """Share of the tokens that was evicted, over all layers."""
         longest = max((seen for seen, _ in self.layers.values()), default=0)

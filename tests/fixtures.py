@@ -47,6 +47,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture
 def package(request):
     """Hooks or patches, one for each case: `test_hooks_equal_patches.py` shows them alike.

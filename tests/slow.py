@@ -76,7 +76,6 @@ class Whole:
         self.model, self.cache = model, DynamicCache(config=model.config)
         self.shown = None
 
-    @torch.no_grad()
     def __call__(self, ids, **inputs):
         with ExitStack() as stack:
             for site in attention_sites(self.model) if self.shown is not None else ():

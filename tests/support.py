@@ -210,6 +210,12 @@ def reading(layer):
         current.forward = None
 
 
+def update(layer, *new):
+    """Append `new` keys and values, as whoever attends over the layer does."""
+    with reading(layer):
+        return layer.update(*new)
+
+
 PIPELINE_PRESSES = {
     "none": lambda p: None,
     "snapkv": lambda p: p.SnapKVPress(0.5, window_size=8),

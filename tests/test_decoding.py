@@ -285,11 +285,9 @@ def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
 
     model, kept = make(), {}
     for base in (package.KnormPress(), package.SnapKVPress(window_size=4), InOwnWords()):
-        cache = DynamicCache(config=model.config)
         press = package.CriticalKVPress(base) if wrapped else base
         with package.DecodingPress(press, 8, 20)(model):
-            for ids in forwards([24, 1, 1, 1]):
-                model(ids, past_key_values=cache)
+            cache, _ = ran(model, None, forwards([24, 1, 1, 1]))
             (memory,) = cache.layers[0].memories.values()
             kept[type(base).__name__] = set(memory.last())
     where = {"cos", "sin", "position_ids"}

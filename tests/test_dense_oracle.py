@@ -5,13 +5,11 @@ head holds. What a mask of a later turn hides, it hides there. Nothing else of t
 part in it.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 import hooks_impl
@@ -21,6 +19,8 @@ from press_core import UnsupportedInputError, attention_sites, kept_positions
 from tests.support import both, build, context_for, example_for, left_padded, nested, token_ids
 
 CONTEXT, TURNS = 60, (5, 1, 3)
+IDS = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
+"""Tokens of two rows, of which the second begins with padding."""
 OTHER_STATES = {
     *("CAMPress", "KeyRerotationPress", "MergingPress", "RestoreKVPress"),
     *("StreamingLLMDecodingPress", "ThinKPress"),
@@ -76,9 +76,6 @@ def visible_in(kept, real, later, n_heads):
 
 # ---- masks of later turns ------------------------------------------------------------------------
 
-Hide = Callable[[Tensor], None]
-"""Takes what later tokens see, `(B, 1 or H, n, N)` bool, and lets them see less."""
-
 
 def whole(seen):
     pass
@@ -102,7 +99,7 @@ def by_query(seen):
     seen |= torch.eye(seen.shape[-1], dtype=torch.bool)[-seen.shape[2] :]
 
 
-MASKS: dict[str, tuple[Hide, int]] = {
+MASKS = {
     "whole": (whole, 2),
     "hides context": (of_context, 2),
     "hides the first": (first_tokens, 2),
@@ -111,6 +108,7 @@ MASKS: dict[str, tuple[Hide, int]] = {
     "hides context, 4-d": (of_context, 4),
     "other for each query": (by_query, 4),
 }
+"""What lets later tokens see less of what they see, `(B, 1 or H, n, N)` bool, and dimensions."""
 
 
 def in_form(seen, dims, form):
@@ -199,17 +197,15 @@ HELD = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("held", HELD)
 def test_every_kind_of_layer_with_padding(package, held, mask, form, reading):
-    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
-    found = differs(HELD[held](package), ids, [0, 13], mask, form, reading=reading)
+    found = differs(HELD[held](package), IDS, [0, 13], mask, form, reading=reading)
     assert found < TOLERANCE[form]
 
 
 @pytest.mark.parametrize("form", ["sdpa", "eager"])
 @pytest.mark.parametrize("held", ["even", "uneven", "nothing evicted", "at different times"])
 def test_two_scopes_with_padding(package, held, form):
-    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
     two = nested(package.KnormPress(0.5), package.StreamingLLMDecodingPress(999))
-    assert differs(HELD[held](package), ids, [0, 13], "whole", form, reading=two) < TOLERANCE[form]
+    assert differs(HELD[held](package), IDS, [0, 13], "whole", form, reading=two) < TOLERANCE[form]
 
 
 OF_HEADS = ("AdaKVPress", "DMSPress", "DuoAttentionPress", "KVComposePress", "KVzipPress")
@@ -229,8 +225,8 @@ def test_heads_of_every_family(package, name, family):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_heads_under_flex_attention(package, family):
-    ids, press = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0], HELD["by head"](package)
-    found = differs(press, ids, [0, 13], "whole", "flex_attention", family=family)
+    press = HELD["by head"](package)
+    found = differs(press, IDS, [0, 13], "whole", "flex_attention", family=family)
     assert found < TOLERANCE["flex_attention"]
 
 
@@ -242,8 +238,7 @@ def test_groups_of_heads(package, num_kv_heads):
 
 @pytest.mark.parametrize("held", [held for held in HELD if held != "at different times"])
 def test_masks_that_differ_from_head_to_head(package, held):
-    ids = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
-    found = differs(HELD[held](package), ids, [0, 13], "other for each query", heads=4)
+    found = differs(HELD[held](package), IDS, [0, 13], "other for each query", heads=4)
     assert found < 1e-9
 
 

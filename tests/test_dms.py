@@ -83,17 +83,13 @@ def test_forwards_that_a_threshold_did_not_see(package, between):
     silent = package.DMSPress(package.KnormPress(), threshold, 8)
     first = package.AdaKVPress(package.KnormPress(0.3)) if between == "adakv" else press
     cache, n_before = filled(model, first, given[0]), 1 if between == "cropped" else 6
-    with silent(model) if between == "without decoding" else headwise(model):
-        if between == "cropped":
-            model(token_ids(1, 5, seed=3), past_key_values=cache)
-            cache.crop(-5)
-        for ids in given[1:n_before]:
-            model(ids, past_key_values=cache)
+    reading = silent if between == "without decoding" else headwise
+    if between == "cropped":
+        filled(model, reading, token_ids(1, 5, seed=3), cache).crop(-5)
+    ran(model, reading, given[1:n_before], cache)
     gone_before = [set(range(30)) - set(head) for head in held(cache)[0][0]]
     try:
-        with press(model):
-            for ids in given[6:]:
-                model(ids, past_key_values=cache)
+        ran(model, press, given[6:], cache)
     except PressError:
         return
     whole = Whole(model)  # of one layer, keys know nothing of what is seen
@@ -116,14 +112,11 @@ def test_a_question_taken_back_is_forgotten_by_the_threshold_too(package):
     assert int((scores < threshold).sum()) > 4
     press, found = package.DMSPress(package.KnormPress(), threshold, 8, decoding=True), []
     for asked in (False, True):
-        cache = DynamicCache(config=model.config)
         with press(model):
-            model(given[0], past_key_values=cache)
+            cache = filled(model, None, given[0])
             if asked:
-                model(token_ids(1, 2, seed=3), past_key_values=cache)
-                cache.crop(-2)
-            for ids in given[1:]:
-                model(ids, past_key_values=cache)
+                filled(model, None, token_ids(1, 2, seed=3), cache).crop(-2)
+            ran(model, None, given[1:], cache)
         found.append(held(cache))
     assert found[0] == found[1]
 

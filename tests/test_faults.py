@@ -8,7 +8,7 @@ import hooks_impl
 from experiments.testbed.recipes import PROMPTS
 from press_core import Phase, PressError, ScopeError, kept_lengths
 from press_core.cache.pruned import CROP_TAKES_LENGTH
-from tests.support import both, build, example_for, filled, left_padded, token_ids
+from tests.support import both, build, example_for, filled, held, left_padded, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
 
@@ -22,25 +22,19 @@ def test_a_replay_goes_on_from_the_positions_of_the_context(package, offset):
     """Rotary embeddings know distances alone: an offset of all positions changes no choice."""
     model, ids, kept = build("llama", dtype=torch.float64), token_ids(2, 40), []
     for start in (0, offset):
-        cache, positions = DynamicCache(config=model.config), start + torch.arange(40)[None]
-        filled(model, kvzip(package), ids, cache, position_ids=positions)
-        kept.append([layer.slots.tolist() for layer in cache.layers])
+        positions = start + torch.arange(40)[None]
+        kept.append(held(filled(model, kvzip(package), ids, position_ids=positions)))
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_padded_row_is_replayed_as_alone(package, counted):
+def test_a_padded_row_is_replayed_as_alone(package):
+    """Also where nobody says at which positions its tokens stand."""
     model = build("llama", dtype=torch.float64)
-    ids, mask, positions = left_padded(2, 40, [0, 11])
-    together, alone = (DynamicCache(config=model.config) for _ in range(2))
-    given = {} if counted else {"position_ids": positions}
-    with kvzip(package)(model):
-        model(ids, attention_mask=mask, past_key_values=together, **given)
-        model(ids[1:, 11:], past_key_values=alone)
-    for padded, single in zip(together.layers, alone.layers, strict=True):
-        found, expected = padded.dense()[2][1], single.dense()[2][0]
-        for head, other in zip(found.tolist(), expected.tolist(), strict=True):
-            assert [p for p in head if p >= 0] == [p + 11 for p in other if p >= 0]
+    ids, mask, _ = left_padded(2, 40, [0, 11])
+    together = held(filled(model, kvzip(package), ids, attention_mask=mask))
+    alone = held(filled(model, kvzip(package), ids[1:, 11:]))
+    for padded, single in zip(together, alone, strict=True):
+        assert padded[1] == [[p + 11 for p in head] for head in single[0]]
 
 
 # ---- caches and scopes that end early ------------------------------------------------------------
@@ -149,6 +143,5 @@ def test_every_head_keeps_its_share_beside_infinite_scores(package):
         return scores.masked_fill(torch.arange(20) < 18, float("inf"))
 
     press = package.AdaKVPress(scoring(package, change, 0.7), alpha_safeguard=0.5)
-    with press(build("llama")) as scope:
-        cache = scope.model(token_ids(1, 20)).past_key_values
+    cache = filled(build("llama"), press, token_ids(1, 20))
     assert all(int(n.min()) >= 3 for n in kept_lengths(cache))

@@ -1,6 +1,6 @@
 """Two features at once: what each does alone, they do together, or it is refused."""
 
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 
@@ -181,12 +181,10 @@ def test_keys_that_no_model_rotates_are_unrotated(package):
 
 @after_5_2
 def test_finch_decodes_beside_layers_without_a_length(package):
-    model = build_tiny(decoders()["jamba"])
-    ids, cache = token_ids(1, 40), DynamicCache(config=model.config)
+    model, ids = build_tiny(decoders()["jamba"]), token_ids(1, 40)
     ids[:, -8] = DELIMITER
-    with package.FinchPress(0.5, rerotate_keys=False, delimiter_token_id=DELIMITER)(model):
-        model(ids, past_key_values=cache)
-        model(token_ids(1, 1), past_key_values=cache)
+    press = package.FinchPress(0.5, rerotate_keys=False, delimiter_token_id=DELIMITER)
+    ran(model, press, [ids, token_ids(1, 1)])
 
 
 def test_a_cache_that_no_press_prunes_is_told_and_left_alone():
@@ -194,9 +192,7 @@ def test_a_cache_that_no_press_prunes_is_told_and_left_alone():
     if quantized is None:
         pytest.skip("this transformers has no cache in fp8")
     model, cache = build("llama"), transformers.QuantizedCache("fp8", build("llama").config)
-    with ExitStack() as scope, torch.no_grad():
-        scope.enter_context(headwise(model))
-        model(token_ids(1, 8), past_key_values=cache)
+    filled(model, headwise, token_ids(1, 8), cache)
     assert kept_lengths(cache)[0].tolist() == [[8, 8]]
     assert kept_positions(cache)[0].tolist() == [[[*range(8)]]]
 

@@ -10,10 +10,7 @@ import hooks_impl
 from experiments.testbed.recipes import DELIMITER
 from tests.support import GREEDY, PACKAGES, both, build, example_for, left_padded, ran, token_ids
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def assert_same(left, right):

@@ -77,7 +77,6 @@ def test_flex_attention():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", PRESSES)
 def test_drawn_cases_on_a_gpu(name):
     cases = strategies.cases(strategies.press_pairs(name), strategies.model_specs(device="cuda"))

@@ -6,7 +6,6 @@ takes no word of what layers know of themselves.
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import hooks_impl
@@ -29,14 +28,10 @@ LENGTH = 56
 IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice
 CONTEXT, LATER = IDS[None, :LENGTH], IDS[None, LENGTH : LENGTH + 9]
 
-Given = dict[int, list[Tensor]]
-"""By layer, the values that came, in the order in which they did."""
-
 
 def watched(cache):
-    """A cache, and what it is given from now on."""
-    given: Given = {}
-    update = cache.update
+    """A cache, and by layer the values that it is given from now on, in their order."""
+    given, update = {}, cache.update
 
     def watch(keys, values, layer_idx, *args, **kwargs):
         given.setdefault(layer_idx, []).append(values.clone())

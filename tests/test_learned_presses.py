@@ -1,9 +1,7 @@
 """Presses that learned something about a model: one contract for all, with both mechanisms."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from press_core import (
     attention_sites,
 )
 from press_core.forward import current
-from press_core.learned.calibration import Calibration, CalibrationError, model_sizes
+from press_core.learned.calibration import CalibrationError, model_sizes
 from press_core.learned.restorekv import RestoreAdapter, first_adapter
 from tests.press_core.drawn import learned
 from tests.press_core.test_learned import same
@@ -76,7 +74,7 @@ def make(name, package, model, **fields):
 
 def learn(name, package, model, batches):
     press, kvzip = package.PRESSES.get(name), package.KVzipPress(prompts=PROMPTS)
-    ways: dict[str, Callable[[], Calibration]] = {
+    ways = {
         "ExpectedAttentionStatsPress": lambda: press.collect(model, batches),
         "QFilterPress": lambda: press.fit(model, batches),
         "KVzapPress": lambda: press.fit(model, batches, norms, model_type="linear"),
@@ -104,7 +102,7 @@ def kept_by(press, model):
 @every_press
 @pytest.mark.parametrize("nested", [False, True], ids=["composed", "nested"])
 def test_both_keep_the_same_of_what_another_press_has_left(name, nested):
-    model, pairs = build("llama"), list[Any]()
+    model, pairs = build("llama"), []
     for package in PACKAGES:
         presses = [package.KnormPress(0.4), make(name, package, model)]
         pairs.append(presses[::-1] if nested else package.ComposedPress(presses))

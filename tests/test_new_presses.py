@@ -46,7 +46,12 @@ class SlowH2O:
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize(
     ("budget", "recent_ratio", "lengths"),
-    [(15, 0.5, [30, 1, 1, 4, 1, 1, 1]), (15, 0.1, [30, 1, 1, 4, 1, 1, 1]), (12, 0.5, [12, 1, 1])],
+    [
+        (15, 0.5, [30, 1, 1, 4, 1, 1, 1]),
+        (15, 0.1, [30, 1, 1, 4, 1, 1, 1]),
+        (12, 0.5, [12, 1, 1]),
+        *((n, share, [15]) for n, share in ((8, 0.0), (8, 1.0), (5, 0.2))),
+    ],
 )
 def test_h2o_holds_heavy_hitters_and_recent_tokens(package, family, budget, recent_ratio, lengths):
     """Under sdpa; what short contexts received counts later, though they are left whole."""

@@ -93,9 +93,7 @@ def test_it_is_what_quantizing_the_pruned_keys_gives(package, name, options, pad
     ids, mask, positions = left_padded(2, LENGTH, [0, padding])
     given = {"attention_mask": mask, "position_ids": positions}
     expected, plain = filled_by_hand(quantized(model, **options), model, press, ids, **given)
-    cache = quantized(model, **options)
-    with press(model):
-        logits = model(ids, past_key_values=cache, **given).logits
+    cache, (logits,) = ran(model, press, [ids], quantized(model, **options), **given)
     assert torch.equal(logits, model(ids, **given).logits)  # the prefill itself sees exact keys
     for layer, by_hand, exact in zip(cache.layers, expected.layers, plain.layers, strict=True):
         assert type(layer) is PrunedQuantizedLayer
@@ -257,10 +255,8 @@ def test_what_is_quantized_is_not_cropped(package, model):
 def test_rows_are_reordered_or_it_is_refused(package, backend, nbits, n_later, model):
     """What is quantized and what waits for it follow alike; never one without the other."""
     cache, rows = quantized(model, backend, nbits), torch.tensor([2, 0, 0])
-    with package.KnormPress(0.5)(model):
-        model(token_ids(3, LENGTH), past_key_values=cache)
-        for step in range(n_later):
-            model(token_ids(3, 1, seed=step), past_key_values=cache)
+    given = [token_ids(3, LENGTH), *(token_ids(3, 1, seed=step) for step in range(n_later))]
+    ran(model, package.KnormPress(0.5), given, cache)
     refused = [(cache.batch_select_indices, torch.tensor([1])), (cache.batch_repeat_interleave, 2)]
     for operate, how in refused + [(cache.reorder_cache, rows)] * (not REORDERS):
         with pytest.raises(UnsupportedCacheError, match="quantized"):

@@ -43,8 +43,7 @@ def test_what_joins_is_made_by_a_model_with_the_adapter_in_its_weights(package):
     model, ids = build("llama", dtype=torch.float64), token_ids(1, LENGTH)
     adapter = drawn_adapter(model)
     cache = filled(model, restoring(package, model, adapter=adapter), ids)
-    expected = DynamicCache(config=model.config)
-    model(ids, past_key_values=expected)
+    expected = filled(model, None, ids)
     states = adapter.embeddings[None].double()
     merged(model, adapter)(inputs_embeds=states, past_key_values=expected)
     for layer, whole in zip(cache.layers, expected.layers, strict=True):

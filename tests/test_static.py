@@ -9,7 +9,7 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
 from press_core.running import static
-from tests.support import GREEDY, both, build, in_turn, left_padded, nested, token_ids
+from tests.support import GREEDY, both, build, filled, in_turn, left_padded, nested, token_ids
 
 PRESSES = {
     "keys": lambda p: p.KnormPress(0.5),
@@ -25,6 +25,7 @@ PRESSES = {
         p.H2OPress(0.5), p.EveryTurnPress(p.KnormPress(), target_size=4)
     ),
     "streaming behind layers": lambda p: nested(PRESSES["layers"](p), PRESSES["streaming"](p)),
+    "layers in two scopes": lambda p: nested(p.KnormPress(0.0), PRESSES["layers"](p)),
 }
 FORWARDS = 1, 1, 1, 1, 3, 1, 1
 """New tokens of the forwards after the context."""
@@ -109,12 +110,6 @@ def in_generate(package, name, padding, attention):
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
-def test_a_layer_is_helped_once_in_two_scopes():
-    model = build("llama")
-    with hooks_impl.KnormPress(0.0)(model):
-        runs_alike(model, PRESSES["layers"](hooks_impl), 6)
-
-
 @pytest.mark.parametrize(
     "opened",
     [
@@ -152,8 +147,7 @@ def test_a_buffer_is_replaced_by_a_part_of_itself():
 
     model, found = build("llama", num_heads=2, num_kv_heads=1), []
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=48)):
-        with Latest()(model), hooks_impl.KnormPress(0.5)(model):
-            model(token_ids(1, 40), past_key_values=cache)
+        filled(model, nested(Latest(), hooks_impl.KnormPress(0.5)), token_ids(1, 40), cache)
         found.append(cache.layers[0].states())
     assert all(map(torch.equal, *found))
 

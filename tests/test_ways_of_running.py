@@ -9,6 +9,7 @@ import transformers
 from transformers import DynamicCache
 
 from attention_patch import headwise
+from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
 from tests.support import (
     GREEDY,
@@ -24,7 +25,6 @@ from tests.support import (
     token_ids,
     watched,
 )
-from tests.twins import take_back
 
 LENGTH = 60
 IS_5_2 = transformers.__version__.startswith("5.2.")
@@ -230,13 +230,13 @@ def test_what_is_cropped_was_never_there(package):
                 logits.append(model(rest[:, i : i + 1], past_key_values=cache).logits)
                 if n_rejected and i % 6 < 4:  # what came with the next pruning cannot be cropped
                     model(token_ids(1, 1, seed=i + 2), past_key_values=cache)
-                    take_back(cache, 1)
+                    cache.crop(-1)
             assert press.compression_count == 2
     torch.testing.assert_close(logits[:12], logits[12:], rtol=0, atol=1e-9)
     with package.H2OPress(0.5)(model):
         cache = filled(model, None, context)
         with pytest.raises(UnsupportedCacheError, match="adds attention up"):
-            take_back(cache, 1)
+            cache.crop(-1)
 
 
 @both
@@ -255,6 +255,8 @@ ACTS = {  # with a ratio, and not without
     "lazy": lambda p, ratio: p.SimLayerKVPress(1 - ratio, n_recent=9),
     "by head": lambda p, ratio: p.ComposedPress([p.DuoAttentionPress(ratio, True, None, 2, 7)]),
     "channels": lambda p, ratio: p.ThinKPress(ratio),
+    "by chunk": lambda p, ratio: p.BlockPress(p.KnormPress(ratio), 16),
+    "by a replay": lambda p, ratio: p.KVzipPress(ratio, prompts=PROMPTS),
     "by layer": lambda p, ratio: p.PerLayerCompressionPress(p.KnormPress(), [0.1, 0.8]).with_budget(
         LENGTH + 5 - int(20 * ratio)
     ),
@@ -328,10 +330,6 @@ def of_questions():
     return token_ids(2, LENGTH), token_ids(2, QUESTION, seed=1), mask
 
 
-def positions_in(mask, n):
-    return (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, -n:]
-
-
 def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package):
     model, press = make(), rerotated(package)
     context, question, mask = of_questions()
@@ -350,7 +348,8 @@ def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package
         model.generate(question, attention_mask=mask, **given, **GREEDY)
     assert torch.equal(asked(attention_mask=torch.ones_like(mask)), asked())
     last = mask[:, -38:]
-    found = asked(attention_mask=last, position_ids=positions_in(last, QUESTION))
+    positions = (last.cumsum(dim=-1) - 1)[:, -QUESTION:]
+    found = asked(attention_mask=last, position_ids=positions)
     for scope in (press(model), headwise(model), package.KnormPress(0.5)(model)):
         with scope:  # each helps with reading
             torch.testing.assert_close(asked(attention_mask=mask), found, rtol=0, atol=1e-10)
@@ -362,9 +361,8 @@ def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
     context, question, mask = of_questions()
     mask[0, 5] = 0
     cache = filled(model, press, context)
-    hidden = pytest.raises(UnsupportedInputError, match=r"hides .*60 tokens")
-    with press(model), hidden:
-        model(question, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(UnsupportedInputError, match=r"hides .*60 tokens"):
+        filled(model, press, question, cache, attention_mask=mask)
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -1,13 +1,10 @@
 """Presses made of presses, and those that prune in a way of their own, against slow references."""
 
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from press_core import ScopeError, UnsupportedInputError, attention_sites
@@ -19,9 +16,6 @@ LENGTH = 60
 
 
 # ---- what is kept --------------------------------------------------------------------------------
-
-Choose = Callable[[Tensor, Tensor], list[int]]
-"""The positions that a head keeps, of its queries `(G, S, d)` and its keys `(S, d)`."""
 
 
 def by(score, n):
@@ -55,7 +49,7 @@ def by_blocks(n, block, choose):
     return chosen
 
 
-COMPOSED: dict[str, tuple[Callable[[Any], Any], Choose]] = {
+COMPOSED = {
     "keys, then queries": (
         lambda p: p.ComposedPress([p.KnormPress(0.4), p.SnapKVPress(0.5, window_size=6)]),
         after(by(norms, 36), by_window(6, 18)),
@@ -68,6 +62,7 @@ COMPOSED: dict[str, tuple[Callable[[Any], Any], Choose]] = {
         for block in (5, 16)
     },
 }
+"""Presses, and which positions a head keeps, of its queries `(G, S, d)` and its keys `(S, d)`."""
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -12,10 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_patch import Patch
-from experiments.testbed.compare import PressPair, pair
-from experiments.testbed.recipes import recipe
-from hooks_impl import PRESSES as HOOK_PRESSES
-from patch_impl import PRESSES as PATCH_PRESSES
+from experiments.testbed.compare import pair
+from experiments.testbed.recipes import recipe_pair
 from patch_impl import mechanism
 from press_core import PressError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
@@ -48,7 +46,7 @@ def presses(name):
         return pair(name, press=pair("KnormPress"), target_size=9)
     if name == "StreamingLLMDecodingPress":
         return pair(name, max_capacity=8)
-    return PressPair(*(recipe(p, name, 0.5) for p in (HOOK_PRESSES, PATCH_PRESSES)))
+    return recipe_pair(name, 0.5)
 
 
 def made(index):
@@ -177,7 +175,7 @@ class Step:
         elif self.n:
             logits = model(ids, past_key_values=cache).logits
         if self.n_rejected:
-            take_back(cache, self.n_rejected)
+            cache.crop(-self.n_rejected)
         return logits
 
 
@@ -190,12 +188,6 @@ LATER = {
     **{f"{n} tokens taken back": [Step(0, n_rejected=n)] for n in (1, 2, 5)},
 }
 """What may follow a context."""
-
-
-def take_back(cache, n):
-    """Crop the last `n` tokens, of which transformers 5.2 wants to know how many stay."""
-    tells_length = "tokens_to_remove" not in type(cache).crop.__code__.co_varnames
-    cache.crop(cache.get_seq_length() - n if tells_length else -n)
 
 
 @torch.inference_mode()

@@ -18,9 +18,6 @@ from typing import Any
 from experiments import library
 from experiments.answers.sample import Sample
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_BOXED = r"\boxed{"
-
 Metric = Callable[[str, Sequence[str]], float]
 Words = Callable[[str], Sequence[str]]
 
@@ -101,7 +98,7 @@ def boxed(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _last_boxed(text: str) -> str | None:
-    _, found, rest = text.rpartition(_BOXED)
+    _, found, rest = text.rpartition(r"\boxed{")
     depths = accumulate(({"{": 1, "}": -1}.get(letter, 0) for letter in rest), initial=1)
     ends = [end for end, depth in enumerate(depths) if depth == 0]
     return rest[: ends[0] - 1] if found and ends else None  # None also if it is never closed
@@ -121,7 +118,7 @@ def _plain(latex: str) -> str:
 def english_words(text: str) -> list[str]:
     """Lower-case words without punctuation and articles, as in SQuAD."""
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return _ARTICLES.sub(" ", bare).split()
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
 def chinese_words(text: str) -> list[str]:

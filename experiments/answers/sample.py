@@ -14,7 +14,6 @@ class Sample(NamedTuple):
     """One question about one context. Samples with the same context may share its cache.
 
     Attributes:
-        task: the dataset's task that it belongs to.
         context: the text that is compressed.
         question: the text after the context, separators included.
         answers: the reference answers.
@@ -25,7 +24,6 @@ class Sample(NamedTuple):
         one_line: score only the first line of a prediction.
     """
 
-    task: str
     context: str
     question: str
     answers: tuple[str, ...]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 _USED = "torch", "transformers", "numpy", "wrapt", "pandas", "accelerate", "peft", "optimum-quanto"
-_OF_KVPRESS = ("kvpress", "transformers", "torch")
 
 _ROOT = Path(__file__).parents[2]
 _CODE = "experiments", "press_core", "hooks_impl", "patch_impl", "attention_patch", "tests/oracle"
@@ -28,7 +27,7 @@ def environment_info() -> dict[str, Any]:
     """Date, commit, library versions and machine, as fields of the manifest."""
     versions = {"python": platform.python_version(), **_versions(_USED)}
     for site in (_ROOT / ".venv-oldest").glob("lib/*/site-packages"):
-        theirs = _versions(_OF_KVPRESS, path=[str(site)])
+        theirs = _versions(("kvpress", "transformers", "torch"), path=[str(site)])
         versions["beside kvpress"] = ", ".join(map(" ".join, theirs.items()))
     return {
         "date": now(),

@@ -9,14 +9,12 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from press_core.errors import first_line
 
-Values = Any
-"""The value of a flag: one value, a list of values if it can be repeated, or None if absent."""
-
-Check = Callable[[Values], Values]
+Check = Callable[[Any], Any]
 """A callback for `typer.Option` that returns its argument, or raises `typer.BadParameter`."""
 
 
-def _each(values: Values) -> Collection[Any]:
+def _each(values: Any) -> Collection[Any]:
+    """The values of a flag: of one, of a list if it can be repeated, or of None if absent."""
     if values is None:
         return ()
     return values if isinstance(values, list) else (values,)
@@ -29,7 +27,7 @@ def checking(holds: Callable[[Any], bool], wrong: str) -> Check:
         wrong: the error message, with `{}` for the value.
     """
 
-    def check(values: Values) -> Values:
+    def check(values: Any) -> Any:
         for value in _each(values):
             if not holds(value):
                 raise typer.BadParameter(wrong.format(value))
@@ -112,7 +110,7 @@ def several(kind: Callable[[str], Any], help: str, check: Check | None = None, *
         except ValueError as error:
             raise typer.BadParameter(f"cannot read {text!r}: {error}") from error
 
-    def gathered(groups: Values) -> Values:
+    def gathered(groups: Any) -> Any:
         values = [value for group in _each(groups) for value in group]
         return check(values) if check else values
 

@@ -50,7 +50,7 @@ MECHANISM_LOOKS: dict[str, tuple[str, str]] = {
 }
 """The colour and the matplotlib marker of each mechanism in every figure."""
 
-_OF_BARS = {"hooks": "hook", "patches": "patch"}
+_OF_BARS = {"hooks": "hook", "mask by hook": "hook", "patches": "patch", "ragged": "patch"}
 """Mechanisms by their names in a `Contrast`."""
 
 style = partial(matplotlib.rc_context, _STYLE)

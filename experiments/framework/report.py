@@ -29,9 +29,6 @@ from experiments.loading import short_name
 MAX_ROWS = 15
 """Rows of a CSV file that the HTML page shows."""
 
-OVERVIEW = "overview"
-"""Stem of the first figure's file."""
-
 _WORKS = data_of(Path(__file__).with_name("related.yaml"))
 """Related work: what other publications say, by the anchor of the finding beside it."""
 
@@ -79,7 +76,7 @@ def _overview(parts: Iterable[Part], folder: Path) -> dict[str, Figure]:
     """Draw the first figure and write its SVG file; empty if no experiment has a contrast."""
     done = [part for part in parts if not part.error]
     contrasts = [each for part in done for each in part.experiment.contrasts(part.tables)]
-    figures = {OVERVIEW: overview(contrasts)} if contrasts else {}
+    figures = {"overview": overview(contrasts)} if contrasts else {}
     write_figures(figures, folder)
     return figures
 

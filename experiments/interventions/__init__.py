@@ -195,9 +195,6 @@ def nnsight(model: PreTrainedModel) -> Iterator[Any]:
 
 # ---- torch ---------------------------------------------------------------------------------------
 
-Runs = Callable[..., Any]
-"""A callable with the signature of the model."""
-
 
 class _Wrapped(nn.Module):
     """A wrapper module like FSDP's: calls the wrapped module and forwards attribute access."""
@@ -217,7 +214,7 @@ class _Wrapped(nn.Module):
 
 
 @contextmanager
-def wrapped_layers(model: PreTrainedModel) -> Iterator[Runs]:
+def wrapped_layers(model: PreTrainedModel) -> Iterator[Any]:
     """Wrap each decoder layer in another module."""
     layers = model.get_submodule(attention_sites(model)[0].name.rsplit(".", 2)[0])
     assert isinstance(layers, nn.ModuleList)
@@ -232,7 +229,7 @@ def wrapped_layers(model: PreTrainedModel) -> Iterator[Runs]:
 
 
 @contextmanager
-def functional(model: PreTrainedModel) -> Iterator[Runs]:
+def functional(model: PreTrainedModel) -> Iterator[Any]:
     """Call the model with its weights as an argument."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     yield lambda *args, **kwargs: torch.func.functional_call(model, weights, args, kwargs)
@@ -241,7 +238,7 @@ def functional(model: PreTrainedModel) -> Iterator[Runs]:
 @contextmanager
 def called_inside(
     make: Callable[[], AbstractContextManager[Any]], model: PreTrainedModel
-) -> Iterator[Runs]:
+) -> Iterator[Any]:
     """Enter a new context for each call of the model."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -252,7 +249,7 @@ def called_inside(
 
 
 @contextmanager
-def gradients(model: PreTrainedModel) -> Iterator[Runs]:
+def gradients(model: PreTrainedModel) -> Iterator[Any]:
     """Train with gradient checkpointing; a call returns the gradient of all weights."""
 
     def run(input_ids: Tensor, **_: Any) -> Tensor:
@@ -273,7 +270,7 @@ def gradients(model: PreTrainedModel) -> Iterator[Runs]:
 
 
 @contextmanager
-def exported(model: PreTrainedModel) -> Iterator[Runs]:
+def exported(model: PreTrainedModel) -> Iterator[Any]:
     """Export the model without a cache; a call returns the logits of the exported program."""
 
     def run(input_ids: Tensor, **_: Any) -> Tensor:
@@ -284,7 +281,7 @@ def exported(model: PreTrainedModel) -> Iterator[Runs]:
 
 
 @contextmanager
-def compiled(model: PreTrainedModel) -> Iterator[Runs]:
+def compiled(model: PreTrainedModel) -> Iterator[Any]:
     """Compile with dynamo and the eager backend, which runs the captured graph op by op."""
     torch._dynamo.reset()
     try:

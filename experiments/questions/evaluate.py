@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from rich.progress import Progress
@@ -34,6 +35,9 @@ TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 
 GENERATED = ("niah_single", "niah_multikey", "variable_tracking", "qa")
 """Synthetic tasks for the user's own model."""
 
+_GOOD = 0.9
+"""Share of right answers from which a press counts as working."""
+
 LEAST = 0.05
 """Share of right answers without a press below which the presses are not compared."""
 
@@ -49,9 +53,9 @@ class Evaluate(Experiment[Settings]):
     The shipped model reads each context through the pipeline, which compresses it without a
     question and then answers several questions from the one pruned cache. Answers are scored
     against the true ones, and the answers of the two mechanisms are compared with each other. It
-    works if the best press gives 90% right answers. Longer contexts, larger models or a press that
-    sees the questions would change the numbers. The contexts are facts hidden among unrelated
-    words, so the scores need not carry over to coherent text.
+    works if the best press gives 90% right answers, by its interval. Longer contexts, larger models
+    or a press that sees the questions would change the numbers. The contexts are facts hidden among
+    unrelated words, so the scores need not carry over to coherent text.
     """
 
     name = "evaluate"
@@ -92,10 +96,12 @@ class Evaluate(Experiment[Settings]):
         most = rows["ratio"].max()
         means = rows[rows["ratio"] == most].groupby("press", sort=False)["score"].mean()
         press, right = means.idxmax(), means.max()
-        interval = _interval(rows[(rows["ratio"] == most) & (rows["press"] == press)])
+        ends = _interval(rows[(rows["ratio"] == most) & (rows["press"] == press)])
+        low, high = np.nan_to_num(ends, nan=right)
+        works = "works" if low >= _GOOD else "costs" if high < _GOOD else None
+        interval = bracket(100 * ends[0], 100 * ends[1], ".0f")
         said = {"most": most, "press": press, "n": len(means), "right": right, "interval": interval}
-        best = _finding("best", "works" if right >= 0.9 else "costs", **said)
-        return [best, _finding_on_agreement(table)]
+        return [_finding("best", works, **said), _finding_on_agreement(table)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
         table = tables[self.name]
@@ -133,17 +139,16 @@ def _words(predictions: list[Prediction]) -> dict[str, str]:
     }
 
 
-def _interval(rows: pd.DataFrame) -> str:
-    """Interval of a press's mean score in percent; empty if tasks differ in their questions."""
+def _interval(rows: pd.DataFrame) -> tuple[float, float]:
+    """Interval of a press's mean score; NaN if tasks differ in their questions."""
     if rows["questions"].nunique() > 1:
-        return ""
+        return np.nan, np.nan
     columns = ["scores", "contexts"]
     split = rows.assign(**{name: rows[name].astype(str).str.split() for name in columns}).explode(
         columns
     )
     clusters = split["dataset"] + " " + split["contexts"]
-    low, high = mean_interval(split["scores"].astype(float), clusters)
-    return bracket(100 * low, 100 * high, ".0f")
+    return mean_interval(split["scores"].astype(float), clusters)
 
 
 def _tasks(table: pd.DataFrame) -> pd.Series[str]:

@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments.framework.experiment import Claim, Contrast, Evidence, Finding, Tables
 from experiments.framework.tables import ResultTable
 from experiments.mechanisms import MECHANISMS, OURS, contained, scenarios
-from experiments.mechanisms.scenarios import Moment
+from experiments.mechanisms.scenarios import ERROR, Moment
 from experiments.testbed.compare import Response
 from experiments.testbed.families import build
 from press_core import attention_sites
@@ -32,9 +32,8 @@ RATIO, OTHER_RATIO = 0.5, 0.25
 INSIDE, AFTER = "inside", "after"
 
 UNTOUCHED, RECOVERS, FOR_GOOD = "untouched", "changed, recovers", "changed for good"
-ERROR = scenarios.ERROR
-"""Outcomes for a bystander: the same bits inside and after the scope; other bits inside only; other
-bits after the scope; an error, inside or after."""
+"""Outcomes for a bystander, besides `ERROR`, inside or after: the same bits inside and after the
+scope; other bits inside only; other bits after the scope."""
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(order, ascending=[False, True, True])
 
 
-_GOOD = 0.8
+_GOOD = 0.9
 """Share of right answers from which a press counts as working."""
 
 
@@ -167,7 +167,7 @@ class Quality(Experiment[Options]):
     press compresses the context together with one question (seen), or it compresses the context
     alone and every question is answered from a copy of the pruned cache (unseen). Both mechanisms
     answer about the same contexts, and their answers are compared one by one. The finding is at the
-    highest share evicted at which the best press still gives 80% right answers. Presses have the
+    highest share evicted at which the best press still gives 90% right answers. Presses have the
     defaults of their fields where these suit hundreds of tokens; a window of recent tokens that is
     always kept (64 of SnapKV, and so of presses around it) is at most half of what is kept. What
     presses learn about the model, they learned from other contexts of this very

@@ -24,7 +24,7 @@ Both are 10th percentiles, which exclude interrupted forwards.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -155,7 +155,6 @@ def slowdown(rows: pd.DataFrame) -> float:
 UNTRAINED = 0.95
 """Share of a uniform guess's loss from which a model counts as untrained on the text."""
 
-Verdict = Literal["works", "breaks"] | None
 _VERBS = {"works": "holds", "breaks": "breaks", None: "is undecided"}
 
 _finding = sentences(__file__)
@@ -172,7 +171,7 @@ def find_sinks(streaming: pd.DataFrame) -> list[Finding]:
     found = []
     for cache, name in _SINKS.items():
         above, low, high = lost(streaming, cache)
-        verdict: Verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
+        verdict = "breaks" if low > BROKEN else "works" if high < BROKEN else None
         nats = f"**{written(above, '+.3f')}**{bracket(low, high, '+.3f')}"
         found.append(_finding(name, verdict, verb=_VERBS[verdict], nats=nats, **known))
     return found

@@ -73,14 +73,11 @@ class FactBatch(NamedTuple):
         context_ids: ``(batch, 1 + context)``, ``<bos>`` and then the words of the context.
         question_ids: ``(batch, facts, 2)``, the question mark and the key of each fact.
         answer_ids: ``(batch, facts)``, the value of each fact.
-        positions: ``(batch, facts)``, the index of each fact's key in ``context_ids``; its value is
-            at the next index.
     """
 
     context_ids: Tensor
     question_ids: Tensor
     answer_ids: Tensor
-    positions: Tensor
 
     def text(self, index: int) -> FactText:
         """Sample ``index`` of the batch in words, for the tokenizer of `build_tokenizer`.
@@ -123,7 +120,7 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
     context_ids = torch.cat([torch.full((batch_size, 1), VOCABULARY.index(BOS)), filler], dim=1)
     context_ids.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
     question_ids = torch.stack([torch.full_like(keys, VOCABULARY.index(QUESTION)), keys], dim=-1)
-    return FactBatch(context_ids, question_ids, values, positions)
+    return FactBatch(context_ids, question_ids, values)
 
 
 def _distinct(rows: int, below: int, count: int, generator: torch.Generator) -> Tensor:

@@ -43,7 +43,6 @@ def build(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
-    width: int | None = None,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     seed: int = 0,
@@ -54,11 +53,10 @@ def build(
         family: one of `FAMILIES`.
         num_layers: number of layers; `HYBRID` families get a sliding-window layer before each.
         num_kv_heads: ignored for families without grouped-query attention.
-        width: width of the hidden states; None for `num_heads * head_dim`.
         attn_implementation: None for "sdpa", or "eager" where the family supports no "sdpa".
     """
     default = "sdpa" if "sdpa" in supported_implementations(family) else "eager"
-    width = width or num_heads * head_dim
+    width = num_heads * head_dim
     hybrid = family in HYBRID
     more: dict[str, Any] = {} if family in NO_GQA else {"num_key_value_heads": num_kv_heads}
     if hybrid:

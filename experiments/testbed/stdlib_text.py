@@ -18,6 +18,9 @@ Split = Literal["train", "held-out"]
 
 HELD_OUT_EVERY = 20
 
+IGNORED = -100
+"""Target of unknown words, which have no loss: the label that `cross_entropy` ignores."""
+
 _EXCLUDED_FOLDERS = {
     *("test", "tests", "encodings", "pydoc_data"),
     *("site-packages", "dist-packages", "ensurepip"),

@@ -15,16 +15,13 @@ from transformers import DynamicCache, PreTrainedModel
 from experiments import UserError, refusing
 from experiments.framework.intervals import LEAST
 from experiments.framework.timing import Stopwatch
-from experiments.testbed.stdlib_text import token_stream
+from experiments.testbed.stdlib_text import IGNORED, token_stream
 from hooks_impl import StreamingLLMDecodingPress
 from press_core import cache_nbytes
 from press_core.scope import InstalledPress
 
 ALONE_EVERY = 8
 """One of this many tokens of a stream is also run alone, without a cache."""
-
-IGNORED = -100
-"""Target of unknown words, which have no loss."""
 
 
 class Bound(NamedTuple):

@@ -182,8 +182,7 @@ class RaggedLayer(InPlaceLayer):
 
     def states(self) -> tuple[Tensor, Tensor]:
         """Keys and values, left-padded to the longest head, `(B, H_kv, n, d)` each."""
-        keys, values, _ = self.dense()
-        return keys, values
+        return self.dense()[:2]
 
     def all_positions(self) -> Tensor:
         return self.dense()[2].long()

@@ -142,7 +142,7 @@ def _even(old: PrunedLayer, decisions: Decisions) -> PrunedLayer:
         )
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):
-        channels = decisions.joined(lambda e: _required(e.channels))
+        channels = decisions.joined(lambda e: e.channels)
         old.check_stores(Uneven.CHANNELS)
         inner = old.holding(*states).inner
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, decisions.call.keys.shape[-1])
@@ -163,11 +163,6 @@ def _carried(decisions: Decisions, missing: float) -> dict[str, Tensor]:
 
     names = {name for eviction in decisions.evictions for name in eviction.carried}
     return {name: decisions.joined(partial(of, name=name), missing) for name in names}
-
-
-def _required(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
 
 
 def _remember(layer: PrunedLayer, old: PrunedLayer, decisions: Decisions, key: Key) -> None:
@@ -207,7 +202,8 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
     kept = Kept(n_seen=old.n_seen, real=real_tokens(old, decisions.occupied))
     old.check_stores(Uneven.HEADS_AND_LATER if late else Uneven.HEADS)
     keys, values = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
-    site, positions = decisions.call.site, _required(_positions(old, decisions))
+    site, positions = decisions.call.site, _positions(old, decisions)
+    assert positions is not None
     layer = RaggedLayer.of(
         keys,
         values,

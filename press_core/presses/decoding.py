@@ -221,11 +221,8 @@ class PrefillDecoding(Composition):
     remember = Press.remember  # of the part that acts
 
     def compress(self, call: AttentionCall) -> Eviction:
-        press = self._acting(call)
+        press = self.decoding_press if call.when.decoding else self.prefilling_press
         return Eviction.nothing(call) if press is None else press.evict(call)
-
-    def _acting(self, call: AttentionCall) -> Press | None:
-        return self.decoding_press if call.when.decoding else self.prefilling_press
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         if self.prefilling_press is None:

@@ -122,7 +122,7 @@ def _site(seen: Seen, model: nn.Module) -> AttentionSite:
         hands_on = all_on and seen.interface is not None
     signature = Signature(seen.parameters, seen.cache_name, seen.interface, hands_on)
     return AttentionSite(
-        seen.name, seen.module, seen.layer_idx, *sizes, softmax, signature, ranks=ranks
+        seen.name, seen.module, seen.module.layer_idx, *sizes, softmax, signature, ranks=ranks
     )
 
 

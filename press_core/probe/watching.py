@@ -68,7 +68,7 @@ class Seen:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     arguments: dict[str, Any] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     extra: tuple[str, ...] | None = None
@@ -90,14 +90,10 @@ class Seen:
         return own_cache(self.arguments.get(self.cache_name))
 
     @property
-    def layer_idx(self) -> int:
-        return int(self.module.layer_idx)  # type: ignore[arg-type]
-
-    @property
     def layer(self) -> Any:
         """The layer of the cache that it fills, or None."""
-        layers = getattr(self.cache, "layers", ())
-        return layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        layers, index = getattr(self.cache, "layers", ()), self.module.layer_idx
+        return layers[index] if index < len(layers) else None
 
     @property
     def embeddings(self) -> Any:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from press_core.forward import current
-
 
 class Hook:
     """A hook that is not copied or pickled with its model.
@@ -15,22 +13,11 @@ class Hook:
     it, a running forward may call it without. The scope takes no part in that forward.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any = lambda *_: None) -> None:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
     def __reduce__(self) -> Any:
-        return Hook, (do_nothing,)
-
-
-class LayerHook(Hook):
-    """A hook of a layer: it does nothing in a forward that no scope takes part in."""
-
-    def __call__(self, *args: Any) -> Any:
-        return None if current.forward is None else self.function(current.forward, *args)
-
-
-def do_nothing(*_: Any) -> None:
-    """Replaces a hook in a copy of its model."""
+        return Hook, ()

@@ -22,12 +22,8 @@ from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import Kept
 from press_core.model.sites import Softmax
 from tests.press_core.drawn import drawn
-from tests.support import build, reading
+from tests.support import build, update
 
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 kinds = pytest.mark.parametrize("kind", ["tokens", "channels"])
 N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -108,11 +104,6 @@ def of_kind(kind, n_queries=1, dtype=torch.float64):
         keys, values = (torch.cat(x, dim=2) for x in zip((keys, values), new, strict=True))
     query = drawn(2, 4, n_queries, 8).to(dtype)
     return Example(layer, query, n_queries, 3 + n_queries, (keys, values))
-
-
-def update(layer, *new):
-    with reading(layer):
-        layer.update(*new)
 
 
 def site(softcap=None, family="llama"):
@@ -339,7 +330,8 @@ def test_the_kernel_of_cuda_is_given_each_head_as_a_sequence(held, n_queries, mo
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [pytest.param(name, marks=on_gpu) for name in KERNELS])
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

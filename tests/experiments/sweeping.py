@@ -9,7 +9,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from experiments.answers import sweep as sweeps
-from experiments.answers.cells import run_cell
 from experiments.answers.settings import Settings
 from experiments.answers.store import Store
 from experiments.answers.sweep import sweep
@@ -35,10 +34,6 @@ def run_sweep(settings, folder, **ray):
 
 def assert_same(results, others):
     pd.testing.assert_frame_equal(*(t.drop(columns="seconds") for t in (results, others)))
-
-
-def answers_of(settings, cell):
-    return run_cell(settings, cell).predictions
 
 
 app = typer.Typer()

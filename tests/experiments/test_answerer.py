@@ -21,16 +21,11 @@ from tests.support import GREEDY, both, filled, in_turn, snapshot, token_ids
 
 MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
-presses = pytest.mark.parametrize("name", list(PRESSES))
 
 
 @pytest.fixture
 def text():
     return facts(1)[1][0]
-
-
-def words(tokenizer, answers):
-    return [[tokenizer.decode(token) for token in row] for row in answers]
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -46,9 +41,8 @@ def words(tokenizer, answers):
 def test_answers_are_those_from_the_pruned_cache(model, answerer, package, name, together):
     batch, texts = facts()
     press = PRESSES[name](package)
-    expected = words(
-        answerer.tokenizer, (answer_seen if together else answer_unseen)(model, press, batch)
-    )
+    answers = (answer_seen if together else answer_unseen)(model, press, batch)
+    expected = [[answerer.tokenizer.decode(token) for token in row] for row in answers]
     asked = [text.questions[: len(row)] for text, row in zip(texts, expected, strict=True)]
     options = {"press": press, "compress_questions": together, "max_new_tokens": 1}
     assert answerer([t.context for t in texts], asked, **options) == expected
@@ -166,7 +160,7 @@ def test_finch_gets_its_delimiter(model, answerer, text, package):
 
 
 @both
-@presses
+@pytest.mark.parametrize("name", PRESSES)
 def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, text, package, name):
     clean, seen = snapshot(model), []
 

@@ -49,14 +49,12 @@ class Echo(Tiny):
         return tables["echo"]["x"][0] < 10
 
 
-@pytest.fixture
-def echo():
-    return Echo("echo")
+ECHO = Echo("echo")
 
 
-def invoke(experiment, *arguments):
+def invoke(*arguments):
     app = typer.Typer()
-    app.command()(command_of(experiment))
+    app.command()(command_of(ECHO))
     return CliRunner().invoke(app, list(arguments))
 
 
@@ -71,30 +69,30 @@ def invoke(experiment, *arguments):
         ),
     ],
 )
-def test_every_option_is_a_flag(echo, arguments, options):
-    result = invoke(echo, *arguments.split())
+def test_every_option_is_a_flag(arguments, options):
+    result = invoke(*arguments.split())
     assert result.exit_code == 0, result.output
-    assert echo.seen == options
+    assert ECHO.seen == options
 
 
-def test_help_is_the_docstring_and_the_fields(echo):
-    shown = " ".join(invoke(echo, "--help").output.split())
+def test_help_is_the_docstring_and_the_fields():
+    shown = " ".join(invoke("--help").output.split())
     for words in ("Tell what was asked for. At some length.", "--many-rounds", "Rounds.", "0.25"):
         assert words in shown
 
 
-def test_tables_findings_files_and_status(echo, tmp_path):
-    result = invoke(echo, "--output", str(tmp_path / "new"))
+def test_tables_findings_files_and_status(tmp_path):
+    result = invoke("--output", str(tmp_path / "new"))
     words = " ".join(result.output.split())
     assert words.index("The last.") < words.index("The mean of echo is 3.000.")
     assert (tmp_path / "new" / "echo.csv").read_text() == "x\n3\n"
-    result = invoke(echo, "--many-rounds", "10")
+    result = invoke("--many-rounds", "10")
     assert result.exit_code == 1
     assert "The mean of echo is 10.000." in result.output
 
 
 @pytest.mark.parametrize(("arguments", "words"), REFUSED["flags"])
-def test_a_wrong_value_is_told_with_its_flag(echo, arguments, words):
-    result = invoke(echo, *arguments.split())
+def test_a_wrong_value_is_told_with_its_flag(arguments, words):
+    result = invoke(*arguments.split())
     assert result.exit_code == 2
     assert words in " ".join(result.output.replace("│", " ").split())

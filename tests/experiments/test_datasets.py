@@ -251,7 +251,7 @@ def test_the_columns_of_the_original_longbench_will_do(hub, tokenizer):
     row = {"input": "who?", "context": "c", "answers": ["x"], "all_classes": None, "_id": "1"}
     data = hub("longbench", {"qasper/test.jsonl": [row]}, configs("qasper"))
     (sample,) = load("longbench/qasper", 9, 0, tokenizer, data=data)
-    assert sample == Sample("qasper", "c", "who?", ("x",), "f1", 64)
+    assert sample == Sample("c", "who?", ("x",), "f1", 64)
 
 
 def test_a_needle_in_essays(hub, tokenizer):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +18,7 @@ from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import UnsupportedModelError
 from press_core.press import RatioPress
-from tests.experiments.tiny import SILENT, cli
+from tests.experiments.tiny import SILENT, cli, read_again
 from tests.support import build
 
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
@@ -147,8 +146,7 @@ def test_all_presses_agree_on_a_family():
 
 
 def test_what_is_said_can_be_made_from_the_file(cells, tmp_path):
-    cells.to_csv(tmp_path / "equivalence.csv", index=False)
-    tables = {"equivalence": pd.read_csv(tmp_path / "equivalence.csv")}
+    tables = read_again({"equivalence": cells}, tmp_path)
     assert EXPERIMENT.findings(tables)[0].number == 0
     text = EXPERIMENT.markdown(tables)
     assert "| KnormPress | 4/4 | 4/4 |" in text

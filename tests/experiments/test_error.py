@@ -16,7 +16,7 @@ from press_core import UnsupportedCacheError
 from press_core.cache.caches import known
 from press_core.cache.tokens import Kept
 from tests.experiments.tiny import SILENT
-from tests.support import build, example_for, snapshot, token_ids
+from tests.support import PACKAGES, build, example_for, snapshot, token_ids
 
 SAMPLE = Sample(token_ids(2, 60), token_ids(2, 3, seed=1))
 LONG = Sample(token_ids(2, 160), token_ids(2, 3, seed=1))
@@ -27,13 +27,9 @@ def made(family="llama", **shape):
     return build(family, attn_implementation="eager", **shape)
 
 
-def harm(model, name, ratio, **fields):
+def harm(model, name, ratio):
     """Rows of the heads, and of the logits, that both packages' press `name` brings about."""
-    packages = hooks_impl, patch_impl
-    if fields:
-        pair = [package.PRESSES[name](ratio, **fields) for package in packages]
-    else:
-        pair = [example_for(package, name, ratio, model) for package in packages]
+    pair = [example_for(package, name, ratio, model) for package in PACKAGES]
     return masked.harm(Reader(model, SAMPLE), pair)
 
 
@@ -75,7 +71,8 @@ def test_a_single_head_of_a_single_layer_tells_everything():
 def test_the_attention_lost_is_that_of_what_is_evicted():
     """Of the first layer by hand: weights of the bare model over all but the last tokens."""
     model = made()
-    rows, _ = harm(model, "StreamingLLMPress", 0.5, n_sink=0)
+    pair = [package.StreamingLLMPress(0.5, n_sink=0) for package in PACKAGES]
+    rows, _ = masked.harm(Reader(model, SAMPLE), pair)
     ids = torch.cat(SAMPLE, dim=1)
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions[0]

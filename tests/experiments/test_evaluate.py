@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import patch_impl
 from experiments import UserError
@@ -19,7 +18,7 @@ from experiments.answers.engines import Failure, on_ray, serial
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
 from experiments.questions import evaluate
-from tests.experiments.sweeping import FILES, SMALL, answers_of, app, call
+from tests.experiments.sweeping import FILES, SMALL, call
 from tests.experiments.tiny import SILENT, read_again
 from tests.support import ran
 
@@ -47,14 +46,14 @@ def test_a_cell_is_the_same_whatever_ran_before():
     sampled = {"do_sample": True, "eos_token_id": [2, 3]}
     settings = replace(SMALL, press=("RandomPress",), generation=sampled)
     cell = Cell("facts/single@48", "RandomPress", 0.5, "hook")
-    first = answers_of(settings, cell)
+    first = run_cell(settings, cell).predictions
     torch.manual_seed(99)
     state = torch.get_rng_state()
     run_cell(settings, Cell("facts/multiquery@48", "RandomPress", 0.5, "patch"))
-    assert answers_of(settings, cell) == first
+    assert run_cell(settings, cell).predictions == first
     assert torch.equal(torch.get_rng_state(), state)
-    assert answers_of(settings, cell._replace(mechanism="patch")) == first
-    assert answers_of(replace(settings, seed=1), cell) != first
+    assert run_cell(settings, cell._replace(mechanism="patch")).predictions == first
+    assert run_cell(replace(settings, seed=1), cell).predictions != first
 
 
 def test_the_press_of_a_cell_is_told_in_full():
@@ -123,7 +122,7 @@ def test_the_command_reads_a_file_and_tells_failures(tmp_path):
 
 
 def test_the_command_has_a_flag_for_every_setting(tmp_path):
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "160"}).output
+    shown = call("--help").output
     own = "config", "output", "on", "ray_address", "ray_gpus", "retries"
     names = {field.name for field in fields(Settings)} - {"generation", "model_kwargs"}
     for name in (*own, *names):

@@ -24,8 +24,7 @@ N_PAIRS = 6
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
-    asked_for = {"samples": SMALL.samples, "context": SMALL.context, "facts": SMALL.facts}
-    tables = measured(Part.BUDGETS, ratio=RATIOS, **asked_for)
+    tables = measured(Part.BUDGETS, ratio=RATIOS, **vars(SMALL))
     folder = saved(tmp_path_factory.mktemp("models") / "tiny")
     few = {"contexts": (128, 256), "ratio": RATIOS, "rounds": 2}
     tables |= measured(Part.DECODING, model=str(folder), **few)
@@ -68,16 +67,13 @@ def test_both_presses_of_a_pair_keep_as_many_tokens():
     (batch,), found = SMALL.batches(), pairs(model, SMALL)
     assert len(found) == N_PAIRS
     for _, *makers in found.values():
-        uniform, headwise = (shares_kept(model, make(0.7), batch.context_ids) for make in makers)
+        caches = [filled(model, make(0.7), batch.context_ids) for make in makers]
+        # of every layer, context and head
+        uniform, headwise = (torch.stack(kept_lengths(cache)) / 97 for cache in caches)
         assert uniform.unique().numel() == 1
         assert headwise.unique().numel() > 1
         assert float(uniform.mean()) == pytest.approx(n_kept(97, 0.7) / 97)
         assert float(headwise.mean()) == pytest.approx(0.3, abs=0.01)
-
-
-def shares_kept(model, press, ids):
-    """Of every layer, context and head."""
-    return torch.stack(kept_lengths(filled(model, press, ids))) / ids.shape[1]
 
 
 def test_scores_of_heads_are_measured_or_taken_from_beside_the_model(tmp_path):
@@ -164,7 +160,7 @@ def test_whether_budgets_helped(tables, shift, verdict):
     assert f"on facts-llama: **{100 * shift:+.1f}** points [" in found.text
     assert ALONE not in found.text
     cited = finding("duoattention", **tables | {"headwise_difference": table})
-    assert "DuoAttention minus StreamingLLM, over all ratios: **-50.0** points" in cited.text
+    assert "DuoAttention minus StreamingLLM: **-50.0** points" in cited.text
     assert found.verdict == verdict
 
 

@@ -24,11 +24,6 @@ def folder(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("models") / "tiny", num_layers=1)
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
 def test_a_local_model_is_loaded_as_asked_for(folder):
     model, tokenizer = load_model(str(folder), dtype=torch.bfloat16, attn_implementation="eager")
     assert not model.training
@@ -70,10 +65,10 @@ def test_transformers_shows_progress_as_before(folder, enabled):
         switch[before]()
 
 
-@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", ["facts-lama", "owner/no-such-model"])
-def test_a_name_that_only_the_hub_could_know(name):
+def test_a_name_that_only_the_hub_could_know(name, monkeypatch):
     """Without a network: what was given, and what would have done."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="no network") as caught:
         load_model(name)
     assert name in str(caught.value)

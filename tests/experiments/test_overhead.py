@@ -13,12 +13,11 @@ from experiments.framework import timing
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.questions import overhead
 from experiments.questions.overhead import EXPERIMENT, Options, Steps
-from experiments.testbed.timed_models import FULL, Condition, ModelSpec, conditions, scope_of
+from experiments.testbed.timed_models import FULL, Condition, conditions, scope_of
 from press_core import kept_lengths
 from tests.experiments.tiny import SILENT
 from tests.support import snapshot, token_ids
 
-TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
 HOOK, PATCH = (Condition("KnormPress", name, 0.5) for name in ("hook", "patch"))
 
 

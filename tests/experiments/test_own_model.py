@@ -62,11 +62,6 @@ def folders(tmp_path_factory):
     return found
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-
-
 def an_own_model(**changed) -> OwnModel:
     known = OwnModel(
         **{"model": "you/yours", "name": "you/yours", "model_type": "llama"},

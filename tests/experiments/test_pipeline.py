@@ -88,9 +88,8 @@ def test_answers_end_where_the_model_has_no_more_positions(
     assert "6 tokens, not 9" in caplog.text
 
 
-def test_a_configuration_that_asks_for_more_than_texts(model, tokenizer, monkeypatch):
+def test_a_configuration_that_asks_for_more_than_texts(model, answerer, monkeypatch):
     monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
-    answerer = ContextAnswerer(model, tokenizer)
     assert answerer("river alice tea of", ["? alice"], max_new_tokens=1) == ["tea"]
 
 

@@ -21,13 +21,10 @@ MODEL = "gpt_neox"
 SMALL = streams.Size(tokens=60, capacity=15, full=40, n_sink=2, stretch=10)
 
 
-def text_of(ids):
-    return Text(ids[:-1], ids[1:].clone())
-
-
 @pytest.fixture(scope="module")
 def text():
-    return text_of(token_ids(1, SMALL.tokens + 1)[0])
+    (ids,) = token_ids(1, SMALL.tokens + 1)
+    return Text(ids[:-1], ids[1:].clone())
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,8 @@ from experiments.testbed.with_kvpress import rows_with_kvpress
 from tests.experiments.tiny import SILENT
 from tests.support import build, token_ids
 
-TINY = ModelSpec("tiny", shape=(("num_layers", 2),))
+TINY = ModelSpec("tiny", shape=(("num_layers", 2),))  # as the fixture `model` is
 SNAP = Condition("SnapKVPress", "hook", 0.5)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return TINY.load()
 
 
 # ---- speed ---------------------------------------------------------------------------------------
@@ -208,21 +203,19 @@ def told(**changed):
     return table.assign(run="eager", cache="dynamic").assign(**changed)
 
 
-def told_of_all():
+def test_findings_are_read_off_the_tables():
     first = told().query("mechanism in ['bare', 'hook'] and context == 4096")
     slow = first[first["press"] != "no press"].assign(press="KVzipPress", first=3.0)
     fits = first.assign(measured=[1000, 2500], limit=2**27).drop(columns="context")
-    inside = pd.DataFrame({"decoded": [0, 0, 16], "ratio": [0.5, 2, 0.1]})
-    return {
+    presses = ["KnormPress", "SnapKVPress", "DecodingPress", "AdaKVPress"]
+    inside = {"press": presses, "decoded": [0, 0, 0, 16], "ratio": [0.5, 2, 0.3, 0.1]}
+    tables = {
         "throughput": told(),
         "throughput_first": pd.concat([first, slow]),
         "throughput_fits": fits,
-        "throughput_kvpress": inside,
+        "throughput_kvpress": pd.DataFrame(inside),
     }
-
-
-def test_findings_are_read_off_the_tables():
-    found = {finding.name: finding for finding in EXPERIMENT.findings(told_of_all())}
+    found = {finding.name: finding for finding in EXPERIMENT.findings(tables)}
     assert found["speed"].interval == (1.5, 1.5)
     said = {name: finding.number for name, finding in found.items()}
     assert said == {"speed": 1.5, "kvpress": 0.6, "first": 1, "bytes": 1, "fits": 2.5, "inside": 1}

@@ -56,14 +56,10 @@ class Tiny(Experiment[Options]):
         return [ResultTable("The last.", ["x"], [[last]], left=0), ResultTable("Nothing else.")]
 
     def figures(self, tables):
-        return {self.name: line_figure(tables)}
-
-
-def line_figure(tables):
-    figure = Figure(figsize=(3, 2))
-    figure.subplots().plot(next(iter(tables.values()))["x"])
-    figure.set_label("A line: x against row")
-    return figure
+        figure = Figure(figsize=(3, 2))
+        figure.subplots().plot(next(iter(tables.values()))["x"])
+        figure.set_label("A line: x against row")
+        return {self.name: figure}
 
 
 def tiny(name, **changed):

@@ -16,8 +16,6 @@ import kvpress
 import torch
 from kvpress.presses import expected_attention_with_stats as with_stats
 from kvpress.presses import fastkvzip_press, kvzap_press, qfilter_press, restorekv_press
-from peft import LoraConfig
-from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 import hooks_impl
@@ -29,6 +27,7 @@ from press_core.replay import kvzip
 from press_core.replay.rows import ReplayPress
 from tests.oracle.running import Context, token_ids
 from tests.press_core.drawn import as_published, learned
+from tests.test_restorekv import peft_folder
 
 N_LAYERS, N_HEADS, N_KV, D, WIDTH = 3, 4, 2, 16, 64
 """Of the models in `running`."""
@@ -224,11 +223,16 @@ class PromptTokenizer:
         return torch.tensor([ids.get(text, [])], dtype=torch.long)
 
 
+def knowing_prompts():
+    """While it is open, kvpress finds a tokenizer of `PROMPTS`."""
+    return patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: PromptTokenizer())
+
+
 class Repeated(Context):
     """A context that kvpress asks to repeat in the words of `PROMPTS`."""
 
     def __call__(self, model, press, past):
-        with patch.object(AutoTokenizer, "from_pretrained", lambda *_, **__: PromptTokenizer()):
+        with knowing_prompts():
             super().__call__(model, press, past)
 
 
@@ -243,22 +247,6 @@ class ReadAgain(Context):
                 layer.values = layer.values[:, :, : self.length]
 
 
-def published(folder):
-    """`ADAPTER` as PEFT saves it, with the embeddings beside it."""
-    rank, alpha = 4, 8
-    tensors = {}
-    for name, down in ADAPTER.down.items():
-        layer = f"base_model.model.model.{name}"
-        tensors[f"{layer}.lora_A.weight"] = down
-        tensors[f"{layer}.lora_B.weight"] = ADAPTER.up[name] * rank / alpha
-    save_file(tensors, folder / "adapter_model.safetensors")
-    save_file({"restore_embeddings": ADAPTER.embeddings}, folder / "restore_embeddings.safetensors")
-    names = sorted({name.rpartition(".")[2] for name in ADAPTER.down})
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM")
-    config.save_pretrained(folder)
-    return folder
-
-
 class Restored(Repeated):
     """A context after which kvpress runs the embeddings of `ADAPTER`, which it finds published."""
 
@@ -271,8 +259,10 @@ class Restored(Repeated):
             return
         own = deepcopy(model)  # adapters stay on a model
         load = own.load_adapter
+        names = sorted({name.rpartition(".")[2] for name in ADAPTER.down})
+        config = {"r": 4, "lora_alpha": 8, "target_modules": names, "task_type": "CAUSAL_LM"}
         with TemporaryDirectory() as name:
-            folder = published(Path(name))
+            folder = peft_folder(Path(name), ADAPTER, **config)
             own.load_adapter = lambda _, **more: load(str(folder), **more)
             embeddings = str(folder / "restore_embeddings.safetensors")
             with patch.object(restorekv_press, "hf_hub_download", lambda *_: embeddings):

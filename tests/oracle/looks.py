@@ -68,13 +68,11 @@ class Seeded(Context):
         super().__call__(model, press, past)
 
 
-RUNS = {
-    "padded": Given((token_ids(60),), _padding),
-    "without positions": Given(token_ids(30).split([20, *[1] * 10], dim=1), _no_positions),
-    "two questions": _two_questions(),
-    "context and question": Given(token_ids(65).split([40, 25], dim=1)),
-}
-"""By the names in `kept.yaml` and `works.yaml`, which build others."""
+# `kept.yaml` and `works.yaml` name these, and build others.
+PADDED = Given((token_ids(60),), _padding)
+WITHOUT_POSITIONS = Given(token_ids(30).split([20, *[1] * 10], dim=1), _no_positions)
+TWO_QUESTIONS = _two_questions()
+CONTEXT_AND_QUESTION = Given(token_ids(65).split([40, 25], dim=1))
 
 
 # ---- what is held --------------------------------------------------------------------------------

@@ -64,15 +64,11 @@ class Head(NamedTuple):
         return self.positions.sort().values.tolist()
 
 
-Held = list[list[Head]]
-"""Per layer, the heads of all rows, row by row."""
-
-
 class Setting(NamedTuple):
-    """A small random model."""
+    """A small random model, as arguments of `build`."""
 
     family: str = "llama"
-    n_layers: int = 3
+    num_layers: int = 3
     dtype: torch.dtype = torch.float64
     attn_implementation: str = "sdpa"
 
@@ -80,7 +76,7 @@ class Setting(NamedTuple):
         parts = [self.family, str(self.dtype).removeprefix("torch.")]
         if self.attn_implementation != "sdpa":
             parts.append(self.attn_implementation)
-        if self.n_layers == 1:
+        if self.num_layers == 1:
             parts.append("one layer")
         return ", ".join(parts)
 
@@ -88,13 +84,7 @@ class Setting(NamedTuple):
 @cache
 def model_for(whose, setting):
     """The same weights for everyone, but nobody's model is touched by anybody else."""
-    model = build(
-        setting.family,
-        num_layers=setting.n_layers,
-        dtype=setting.dtype,
-        attn_implementation=setting.attn_implementation,
-        seed=1,
-    )
+    model = build(**setting._asdict(), seed=1)
     embedding = model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
     torch.nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(1))
     return model
@@ -139,7 +129,7 @@ def held_after(run, press, model):
 
 
 def held(past, model):
-    """What the layers of `past` hold."""
+    """What the layers of `past` hold: per layer, the heads of all rows, row by row."""
     made = {
         index: [torch.cat(states, dim=2) for states in zip(*forwards, strict=True)]
         for index, forwards in past.made.items()

@@ -45,7 +45,7 @@ class Clock:
 
     @contextmanager
     def at(self, press):
-        """While a press is at work, or the model."""
+        """While a press is at work, or the model; a decorator of what is."""
         self._switch()
         self._counting.append(press)
         try:
@@ -55,21 +55,13 @@ class Clock:
             self._counting.pop()
 
 
-def _timed(function, clock):
-    def call(*args, **kwargs):
-        with clock():
-            return function(*args, **kwargs)
-
-    return call
-
-
 @contextmanager
 def _hooks_timed(clock):
     """All hooks registered meanwhile are the press's."""
 
     def timing(register):
         def register_timed(module, hook, **kwargs):
-            return register(module, _timed(hook, lambda: clock.at(press=True)), **kwargs)
+            return register(module, clock.at(press=True)(hook), **kwargs)
 
         return register_timed
 
@@ -119,7 +111,7 @@ class StandIn:
                 for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
                     nn.init.normal_(projection.weight, std=WIDTH**-0.5)
                 self._replace(attention)
-        self.model.model.forward = self._as_model(self._body)
+        self.model.model.forward = self._clock.at(press=False)(self._body)
 
     def measure(self, press, ids, then=0, attending=False):
         """Run once with a press: the seconds that it takes.
@@ -129,7 +121,8 @@ class StandIn:
             then: tokens that are decoded afterwards.
             attending: whether they attend to the context, which then counts as the press's work.
         """
-        self._clock = clock = Clock()
+        clock = self._clock
+        clock.spent = 0.0
         self._attending = attending
         past = DynamicCache()
         for layer in self.model.model.layers:  # kvpress's attention does so in a prefill
@@ -143,9 +136,6 @@ class StandIn:
             with clock.at(press=True):  # where KVzip of kvpress does its work
                 scope.__exit__(None, None, None)
         return clock.spent
-
-    def _as_model(self, function):
-        return _timed(function, lambda: self._clock.at(press=False))
 
     def _states(self, projection):
         return projection(self.hidden).unflatten(-1, (-1, D)).transpose(1, 2)
@@ -178,7 +168,7 @@ class StandIn:
             return hidden_states, None
 
         attention.q_proj.forward = q_proj
-        attention.forward = self._as_model(forward)
+        attention.forward = self._clock.at(press=False)(forward)
 
     def _body(self, input_ids, past_key_values, **_):
         body = self.model.model

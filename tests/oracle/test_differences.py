@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.oracle import cases, handed, looks
-from tests.oracle.cases import MECHANISMS, ONE_ROW, Case
+from tests.oracle.cases import MECHANISMS, Case
 from tests.oracle.differences import DIFFERENCES
 from tests.oracle.parity import compare
 
@@ -19,8 +19,7 @@ def each(difference):
     """What is looked at, a case, what is expected of it, and by which mechanism."""
     for shown in difference["shown"]:
         presses = shown["press"] if isinstance(shown["press"], list) else [shown["press"]]
-        run = shown.get("run")
-        run = looks.RUNS.get(run) or (ONE_ROW if run is None else eval(run, NAMES))
+        run = eval(shown.get("run", "ONE_ROW"), NAMES)
         setting = NAMES[shown.get("setting", "LLAMA")]
         for press in presses:
             for mechanism in shown.get("mechanisms", MECHANISMS):

@@ -27,7 +27,7 @@ GRID = [
 @pytest.mark.parametrize(("case", "ratio"), GRID)
 def test_same_kept_sets(case, ratio, mechanism):
     found = agreement(case, ratio, mechanism)
-    assert found.heads >= case.setting.n_layers
+    assert found.heads >= case.setting.num_layers
     assert found, found.first
 
 

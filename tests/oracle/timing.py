@@ -12,14 +12,11 @@ that do, there are two rows: one as of all others, and one with 16 tokens decode
 and attention count on both sides. (Not of KVzip, which in kvpress evicts only after decoding.)
 """
 
-import gc
 import os
-import statistics
 import sys
 from dataclasses import dataclass
 from multiprocessing import get_context
 from time import perf_counter
-from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -27,6 +24,7 @@ import torch
 
 import hooks_impl
 from experiments.framework.intervals import LEAST, median_of
+from experiments.framework.timing import no_garbage_collection
 from tests.oracle import handed
 from tests.oracle.cases import press_of
 from tests.oracle.differences import NOT_IN_KVPRESS
@@ -104,10 +102,9 @@ class Comparison:
 
     def milliseconds(self, whose, decoded):
         press = press_of(TIMED[self.name], whose, 0.5, GIVEN)
-        gc.disable()
-        spent = self.stand_in.measure(press, self.ids, decoded or self.then, attending=decoded > 0)
-        gc.enable()
-        return 1000 * spent / N_LAYERS
+        then, attending = decoded or self.then, decoded > 0
+        with no_garbage_collection():
+            return 1000 * self.stand_in.measure(press, self.ids, then, attending) / N_LAYERS
 
     def row(self, decoded=0):
         sides = "hooks", "kvpress"
@@ -121,16 +118,13 @@ class Comparison:
             if number >= 0:  # the first warms up
                 rounds.append([times[whose] for whose in sides])
         ratios = median_of("ratio", [ours / theirs for ours, theirs in rounds])
-        times_of_sides = map(statistics.median, zip(*rounds, strict=True))
+        times_of_sides = np.median(rounds, axis=0).tolist()
         return Row(self.name, LENGTH, decoded, len(rounds), *times_of_sides, **ratios)
 
 
 def _compare(name):
     """The rows of a press."""
-    tokenizer = patch.object(
-        handed.AutoTokenizer, "from_pretrained", lambda *_, **__: handed.PromptTokenizer()
-    )
-    with tokenizer:
+    with handed.knowing_prompts():
         comparison = Comparison(name)
         return [comparison.row(n) for n in ((0, DECODED) if name in HEADWISE else (0,))]
 

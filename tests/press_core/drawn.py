@@ -1,17 +1,15 @@
 """A prefill made of drawn numbers, for formulas against slow references."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from press_core import AttentionCall, AttentionSite, attention_sites
-from press_core.learned.calibration import Calibration
+from press_core import AttentionCall, attention_sites
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzapRegressor
 from press_core.learned.lukv import BudgetCurves
@@ -22,7 +20,6 @@ from press_core.observed import Positions, Query
 from tests.support import build
 
 BATCH, HEADS, KV_HEADS, GROUP, DIM, WIDTH, LAYERS = 2, 4, 2, 2, 8, 32, 3
-F = TypeVar("F", bound=Calibration)
 KV = list(itertools.product(range(BATCH), range(KV_HEADS)))
 """Each KV head of each row."""
 
@@ -47,7 +44,7 @@ def with_sinks():
     return replace(site(), module=module)
 
 
-SITES: dict[str, Callable[[], AttentionSite]] = {
+SITES = {
     "plain": site,
     "scaled": lambda: replace(site(), softmax=Softmax(0.11)),
     "softcapped": lambda: replace(site(), softmax=Softmax(scaling=0.9, softcap=0.7)),
@@ -232,7 +229,6 @@ class Prepared:
     """Stands for an open scope whose press has prepared `known`."""
 
     known: Any
-    sites: tuple[AttentionSite, ...] = ()
 
     def prepared(self, press):
         return self.known

@@ -13,7 +13,7 @@ from press_core import PrunedLayer, ScopeError, UnsupportedCacheError, cache_nby
 from press_core.cache.memory import FIRST, Key, Memory, Step
 from press_core.cache.pruned import ReadingNeeds
 from press_core.cache.tokens import Kept
-from tests.support import both, build, reading
+from tests.support import both, build, reading, update
 
 BATCH, HEADS, KEPT, SEEN, DIM = 3, 2, 4, 10, 5
 ROWS = [[-1, -1, 6, 9], [-1, 3, 4, 8], [0, 1, 2, 9]]
@@ -66,8 +66,7 @@ def test_a_layer_in_need_of_help_is_not_updated_without_it(need, n_tokens):
     with reading(pruned()), pytest.raises(ScopeError):  # another layer's help
         layer.update(*states(n_tokens))
     assert layer.get_seq_length() == SEEN
-    with reading(layer):
-        layer.update(*states(n_tokens))
+    update(layer, *states(n_tokens))
     assert layer.get_seq_length() == SEEN + n_tokens
 
 

@@ -1,7 +1,6 @@
 """What presses keep and merge, against slow references, without a model."""
 
 import math
-from dataclasses import replace
 from statistics import fmean, median_low
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import patch_impl
-from press_core import Tokens
 from press_core.observed import Moment
 from press_core.presses.composed import gated_order
 from press_core.presses.decoding import RECEIVED
@@ -134,26 +132,6 @@ def test_numbers_depend_on_seed_layer_and_forward():
     found = [uniform((2, 9), *key) for key in [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2)]]
     assert torch.equal(found[0], uniform((2, 9), 0, 0, 1))
     assert all(not torch.equal(found[0], other) for other in found[1:])
-
-
-# ---- H2O -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("recent_ratio", "n", "recent"),
-    [(0.5, 8, 4), (0.5, 7, 4), (0.0, 8, 0), (1.0, 8, 8), (0.2, 5, 1)],
-)
-def test_recent_and_heavy_share_the_budget(recent_ratio, n, recent):
-    call = drawn_call(15)
-    press = patch_impl.H2OPress(Tokens(n), recent_ratio)
-    memory = press.remember(call)
-    kept = press.evict(replace(call, memory=memory)).known_kept
-    weights = next(iter(memory.values()))
-    for row, head in KV:
-        before = weights[row, head, : 15 - recent].tolist()
-        heavy = sorted(range(len(before)), key=lambda j: -before[j])[: n - recent]
-        expected = sorted([*heavy, *range(15 - recent, 15)])
-        assert kept[row, head].tolist() == expected
 
 
 # ---- ChunkKV with a gate, which fills a budget chunk by chunk -----------------------------------

@@ -1,7 +1,6 @@
 """Layers that have lost tokens, against lists of lists; heads of different lengths in one."""
 
 import copy
-import inspect
 import itertools
 import pickle
 
@@ -12,20 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
 
 import patch_impl
 from press_core import Evicts, ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
 from press_core.cache import layout
 from press_core.cache.layout import Blocks
+from press_core.cache.pruned import CROP_TAKES_LENGTH
 from press_core.cache.ragged import RESERVED
 from press_core.eviction import Eviction
-from tests.support import PROFILE, build, filled, held, left_padded, reading
+from tests.support import PROFILE, build, filled, held, left_padded, update
 
 N_PROGRAMS = {"short": 10, "long": 1000}.get(PROFILE, 40)
 DIM = 4
-# transformers 5.2 crops to a length, later releases crop a number of tokens away.
-CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 
 def states(batch, n_heads, n, seed=0):
@@ -66,12 +63,6 @@ def ragged(kept, n, **options):
         for head, positions in enumerate(of_row):
             mask[row, head, positions] = True
     return pruned(lambda call: Eviction.keep_per_head(call, mask), n, [0] * len(kept), **options)
-
-
-def update(layer, *new):
-    """Append `new` keys and values, as whoever attends over the layer does."""
-    with reading(layer):
-        return layer.update(*new)
 
 
 def append(layer, n, seed=1):
@@ -193,10 +184,10 @@ class AgainstLists(RuleBasedStateMachine):
         with pytest.raises(UnsupportedCacheError, match=f"{too_many} tokens.*: {self.recent} came"):
             self.layer.crop(-too_many)
         n = data.draw(st.integers(0, self.recent))
-        if to_length and CROPS_TO_LENGTH:
+        if to_length and CROP_TAKES_LENGTH:
             self.layer.crop(self.seen + 100)  # to more than was seen
             self.layer.crop(self.seen - n)
-        elif n or not CROPS_TO_LENGTH:
+        elif n or not CROP_TAKES_LENGTH:
             self.layer.crop(-n)
         if n:
             self.each(lambda _, __, *head: tuple(x[:-n] for x in head))

@@ -2,11 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -159,7 +157,7 @@ def looked_for(given, name):
 
 
 FIT = r"QFilter\.fit\(.*\)"
-MISSING: list[tuple[Callable[[Path], Any], str]] = [
+MISSING = [
     *(
         (lambda _, source=source: QFilters.load(source), r"no file or folder|no qfilters\.saf")
         for source in (Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", "~/x", "")

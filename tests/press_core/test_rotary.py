@@ -67,16 +67,12 @@ def test_asking_for_far_positions_leaves_no_trace_on_the_model(dispatched):
     if dispatched:  # accelerate assigns it a forward
         add_hook_to_module(rotary.embedding, ModelHook())
     x = torch.zeros(1, 8)
-    before = copy.deepcopy(_state(rotary))
+    before = copy.deepcopy([*rotary.embedding.buffers()])
     near = rotary.embeddings(x, torch.arange(4)[None])
     rotary.average(x, torch.tensor([[100_000]]), 8)
-    assert all(torch.equal(a, b) for a, b in zip(_state(rotary), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(rotary.embedding.buffers(), before, strict=True))
     again = rotary.embeddings(x, torch.arange(4)[None])
     assert all(torch.equal(a, b) for a, b in zip(near, again, strict=True))
-
-
-def _state(rotary):
-    return [buffer for _, buffer in rotary.embedding.named_buffers()]
 
 
 def _llama_rotary(rope_type, **parameters):

@@ -38,7 +38,7 @@ def make(wanted: Wanted) -> list[Sample]:
     check(task, length)
     batch = draw(n_contexts, length, n_facts, torch.Generator().manual_seed(settings.seed))
     samples = [
-        Sample(task, text.context, question, (answer,), "match_all", max_new_tokens=1)
+        Sample(text.context, question, (answer,), "match_all", max_new_tokens=1)
         for text in map(batch.text, range(n_contexts))
         for question, answer in list(zip(text.questions, text.answers, strict=True))[:n_questions]
     ]

@@ -22,7 +22,7 @@ def make(wanted: Wanted) -> list[Sample]:
     Raises:
         UserError: if the essays are shorter than the requested length, or the needle does not fit.
     """
-    task, length, settings, tokenizer = wanted
+    _, length, settings, tokenizer = wanted
 
     def n_tokens(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -42,7 +42,7 @@ def make(wanted: Wanted) -> list[Sample]:
     last = max(settings.samples - 1, 1)
     depths = settings.needle_depth or [number / last for number in range(settings.samples)]
     question = QUESTION, (ANSWER,), "match_all", _MAX_NEW_TOKENS, PREFIX
-    return [Sample(task, _with_needle(haystack, depth), *question) for depth in depths]
+    return [Sample(_with_needle(haystack, depth), *question) for depth in depths]
 
 
 def _with_needle(haystack: str, depth: float) -> str:

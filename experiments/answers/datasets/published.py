@@ -117,7 +117,6 @@ def samples_of(published: Published, name: str, wanted: Wanted) -> Iterator[Samp
         if not str(found["context"] or "").strip() or not (answers or metric == UNKNOWN):
             raise UserError(f"row {number} of {name} ({task}) has an empty context or answer")
         yield Sample(
-            task,
             str(found["context"]),
             str(found.get("question") or "") or published.question,
             answers,

@@ -60,8 +60,7 @@ def make(wanted: Wanted) -> list[Sample]:
         while (draft := drawn(number, own))[1] > room and own > 1:  # its words take more tokens
             own -= max(1, own // 50)
         context, question, prefix, answers = draft[0]
-        limits = task.metric, task.max_new_tokens
-        samples.append(Sample(name, context, question, answers, *limits, prefix))
+        samples.append(Sample(context, question, answers, task.metric, task.max_new_tokens, prefix))
     return samples
 
 

@@ -70,8 +70,9 @@ class Architectures(Experiment[Options]):
     tokens that a press keeps and the logits that follow are compared with a run over the full
     cache in which the evicted tokens are masked, by code that shares nothing with the presses.
     Where a press cannot be right, it has to be refused when its scope opens: such a refusal is a
-    case that is not wrong, and so is a right run in which nothing is evicted. Long contexts and
-    trained weights are not tested.
+    case that is not wrong, and so is a right run in which nothing is evicted. A type of which
+    variants are run, or that is also run with an image, counts once; all of its runs have to be
+    right. Long contexts and trained weights are not tested.
     """
 
     name = "architectures"
@@ -162,8 +163,8 @@ def figure(table: pd.DataFrame) -> Figure:
     """Number of decoders by press and by the mechanisms that are right on them."""
     reached = reach(table)
     counts = pd.crosstab(reached["press"], reached["reach"]).reindex(reached["press"].unique())
-    title = f"{reached['type'].nunique()} decoders"
-    label = "Decoders by press (rows) and the mechanisms that are right on them"
+    title = f"{reached['type'].nunique()} decoders and variants"
+    label = "Decoders and variants by press (rows) and the mechanisms that are right on them"
     return heat_maps({title: counts}, label, "{:.0f}")
 
 
@@ -171,7 +172,7 @@ def _found(name: str, table: pd.DataFrame) -> Finding:
     """On how many decoders presses are right, with the installed or the oldest transformers."""
     reached, wrong = reach(table), int(table["bad"].sum())
     presses = reached[reached["press"] != "nothing evicted"]
-    reaches = presses.groupby("type")["reach"].agg(set)
+    reaches = presses.groupby(presses["type"].str.split(" (", regex=False).str[0])["reach"].agg(set)
     counts = {
         "n": presses["press"].nunique(),
         "every": sum(found == {BOTH} for found in reaches),

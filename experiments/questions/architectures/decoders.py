@@ -83,7 +83,8 @@ def build(decoder: Decoder) -> nn.Module:
         ValueError: if it would have more than `LARGEST` parameters.
         Exception: any other error of its classes, mostly because of a missing package.
     """
-    config = configuration(decoder)
+    kind = CONFIG_MAPPING[decoder.model_type]
+    config = kind(**_small(kind, decoder.fields))
     loader: Any = decoder.loader
     with torch.device("meta"):
         sizes = loader.from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -105,12 +106,6 @@ def build(decoder: Decoder) -> nn.Module:
 
 
 # ---- configurations ------------------------------------------------------------------------------
-
-
-def configuration(decoder: Decoder) -> Any:
-    """The small configuration of a decoder."""
-    kind = CONFIG_MAPPING[decoder.model_type]
-    return kind(**_small(kind, decoder.fields))
 
 
 def _defaults(kind: type) -> dict[str, Any]:

@@ -119,11 +119,9 @@ def layers_of(cache: Any) -> list[Any]:
 
 # ---- watching attention functions ----------------------------------------------------------------
 
-Attend = Callable[..., tuple[Tensor, Any]]
-
 
 @contextmanager
-def replaced_attention(model: nn.Module, attend: Attend) -> Iterator[None]:
+def replaced_attention(model: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
     """Replace each attention `function`'s call by `attend(function, module, query, key, ...)`."""
     modeling = [sys.modules[type(module).__module__] for module in model.modules()]
     registries = {id(r): r for m in modeling if (r := getattr(m, "ALL_ATTENTION_FUNCTIONS", None))}

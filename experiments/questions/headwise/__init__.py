@@ -54,6 +54,10 @@ TIMED = random_llama(
     "6 layers of 8/4 heads of 64", num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64
 )
 _BY_HOOK, _RAGGED = "mask by hook", "ragged"
+
+FULL_MARKS = 0.97
+"""Share of right answers from which there is little to gain."""
+
 _finding = sentences(__file__)
 
 
@@ -170,9 +174,9 @@ class Headwise(Experiment[Options]):
         if "headwise_decoding" not in tables:
             return []
         rows = _most_evicted(tables).to_dict("index")
-        bars = {"hooks": rows[_BY_HOOK]["share"], "patches": rows[_RAGGED]["share"]}
+        bars = {name: rows[name]["share"] for name in (_BY_HOOK, _RAGGED)}
         ratio = rows[_RAGGED]["ratio"]
-        return [Contrast(f"Bytes held with {ratio:.0%} evicted, of the full cache", bars)]
+        return [Contrast(f"Bytes held with {ratio:.0%} evicted by head, of the full cache", bars)]
 
 
 EXPERIMENT = Headwise()
@@ -242,16 +246,21 @@ _CITED = {"adakv": "AdaKV(SnapKV)", "duoattention": ALONE}
 def find_worth(tables: Tables) -> Iterator[Finding]:
     """How much head-wise budgets gain in accuracy, over all presses and by press."""
     table, accuracy = tables["headwise_difference"], tables["headwise_accuracy"]
-    model, uniform = accuracy["model"].iloc[0], accuracy[accuracy["budgets"] == UNIFORM]
     means = table[table["ratio"].isna()].set_index("pair")
     overall = means.loc[ALL]
     works: Any = "works" if overall["low"] > 0 else "costs" if overall["high"] < 0 else None
     of = 100 * means["difference"].drop([ALL, ALONE])
     ends = {"low": of.min(), "least": of.idxmin(), "high": of.max(), "most": of.idxmax()}
+    model, uniform = accuracy["model"].iloc[0], accuracy[accuracy["budgets"] == UNIFORM]
     yield _finding("worth", works, gain=points(overall), model=model, **ends)
+    shared = uniform.loc[uniform["pair"] != ALONE, "accuracy"]
+    yield _finding("room", full=(shared >= FULL_MARKS).sum(), n=len(shared), marks=FULL_MARKS)
+    highest = table[table["ratio"] == table["ratio"].max()].set_index("pair")
     for name, pair in _CITED.items():
         base = uniform.loc[uniform["pair"] == pair, "press"].iloc[0]
-        yield _finding(name, as_in="cited", gain=points(means.loc[pair]), pair=pair, base=base)
+        said = {"gain": points(means.loc[pair]), "most": points(highest.loc[pair], "{}")}
+        said |= {"pair": pair, "base": base, "ratio": highest["ratio"].iloc[0]}
+        yield _finding(name, as_in="cited", **said)
 
 
 def find_patching(tables: Tables) -> Iterator[Finding]:

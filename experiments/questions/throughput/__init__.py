@@ -114,13 +114,14 @@ class Throughput(Experiment[Options]):
     static caches), the memory and the longest context that fits?
 
     A context of random tokens is prefilled and tokens are decoded greedily, with the press open
-    throughout. Conditions take turns, and each is divided by the model without a press in the
-    same round; kvpress is timed and divided in its own interpreter, with an older transformers.
-    Speed is quoted of the faster of the presses (by default SnapKV and AdaKV, with hooks) at the
-    longest context, and what fits of the press with which most does. Presses are counted by their
-    time to first token, with hooks, if they evict before it, and it counts as kept if by the upper
-    ends of intervals more than half are within 1.10. Time inside a press, of one for each kind of
-    computation, is that of its hooks around two stand-in layers; where heads keep different
+    throughout. Conditions take turns, and each is divided by the model without a press in the same
+    round; kvpress is timed and divided in its own interpreter, with an older transformers. Speed is
+    quoted of the faster of the presses (by default SnapKV and AdaKV, with hooks) at the longest
+    context, and what fits of the press with which most does. Presses are counted by their time to
+    first token, with hooks, if they evict before it, and it counts as kept if by the upper ends of
+    intervals more than half are within 1.10; bytes of up to 1.10 times what a ratio leaves count as
+    freed. Time to first token begins when the scope is open. Time inside a press, of one for each
+    kind of computation, is that of its hooks around two stand-in layers; where heads keep different
     tokens, kvpress evicts nothing in a prefill and masks in every later step, so the table also has
     rows with tokens decoded. Memory is the peak of a process beyond the loaded model, with a new
     process for each answer, or on a GPU the peak of torch's allocator; the longest context is

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiments.loading import load_model
-from experiments.testbed.stdlib_text import token_stream
+from experiments.testbed.stdlib_text import IGNORED, token_stream
 from experiments.testbed.training.loop import descend, untrained
 
 LENGTH = 256
@@ -33,8 +33,6 @@ WARM_UP = 1 / 7
 """Warm-up of the learning rate, as a share of the steps."""
 WEIGHT_DECAY = 0.1
 BOS_ID, UNK_ID = 1, 2
-IGNORED = -100
-"""Label that `cross_entropy` ignores."""
 
 
 class Text(NamedTuple):

@@ -23,7 +23,7 @@ from experiments.questions.architectures.decoders import build, decoders
 from experiments.testbed import families
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import filled, rotating, snapshot, table_beside
+from tests.support import filled, ran, rotating, snapshot, table_beside
 
 KNOWN = decoders()
 FACTS = table_beside(__file__, "facts")
@@ -342,12 +342,10 @@ def test_a_model_that_masks_single_tokens_too(package, monkeypatch):
     always = partial(modeling.create_causal_mask, and_mask_function=lambda b, h, q, k: q >= k)
     model, ids = families.build("llama", attn_implementation="sdpa"), torch.arange(5, 46)[None]
     press = package.PyramidKVPress(0.5, 4, beta=4)
-    cache = filled(model, press, ids[:, :-1])
-    with torch.no_grad(), press(model):
-        expected = model(ids[:, -1:], past_key_values=cache).logits
-        monkeypatch.setattr(modeling, "create_causal_mask", always)
-    probe._known.clear()
-    cache = filled(model, press, ids[:, :-1])
-    with torch.no_grad(), press(model):
-        found = model(ids[:, -1:], past_key_values=cache).logits
-    torch.testing.assert_close(found, expected)
+    logits = []
+    for make_mask in (modeling.create_causal_mask, always):
+        monkeypatch.setattr(modeling, "create_causal_mask", make_mask)
+        probe._known.clear()
+        cache = filled(model, press, ids[:, :-1])
+        logits += ran(model, press, [ids[:, -1:]], cache)[1]
+    torch.testing.assert_close(*logits)
