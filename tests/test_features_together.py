@@ -31,6 +31,8 @@ from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
 from tests.support import GREEDY, build, example_for, filled, left_padded, nested, ran, token_ids
 
+IS_5_2 = transformers.__version__.startswith("5.2.")
+
 # ---- masks ---------------------------------------------------------------------------------------
 
 
@@ -242,6 +244,7 @@ def test_draft_tokens_behind_turned_keys_are_right_or_refused(package, n):
     assert all(torch.equal(x[:, -8:], found[0][:, -8:]) for x in found)
 
 
+@pytest.mark.skipif(IS_5_2, reason="in transformers 5.2 Phi-3 goes by positions, and goes on")
 def test_a_cache_that_generate_leaves_out_is_refused(package):
     """Phi-3 begins anew where its frequencies change, by the tokens that the cache counts."""
     scaled = {"original_max_position_embeddings": 28, "short_factor": 8 * [1.0]}
