@@ -156,9 +156,7 @@ def test_a_context_that_loses_nothing_is_decoded_outside_of_scopes(package, name
 
 # ---- models --------------------------------------------------------------------------------------
 
-after_5_2 = pytest.mark.skipif(
-    transformers.__version__.startswith("5.2."), reason="transformers 5.2 caches other states"
-)
+after_5_2 = pytest.mark.skipif(IS_5_2, reason="transformers 5.2 caches other states")
 
 
 @after_5_2

@@ -205,8 +205,9 @@ class _Long:
 def _is_same_later(seen: Seen, watch: Watch) -> bool:
     """Whether a query stays the same after many tokens (but for its rotation): no temperature."""
     changed: dict[str, Any] = {seen.cache_name: _Long()}
-    if isinstance(seen.arguments.get("position_ids"), Tensor):
-        changed["position_ids"] = seen.arguments["position_ids"] + _Long.n_seen
+    for name in ("position_ids", "cache_position"):
+        if isinstance(seen.arguments.get(name), Tensor):
+            changed[name] = seen.arguments[name] + _Long.n_seen
     try:
         return torch.equal(watch.again(seen, **changed).query, seen.attended[0].query)
     except Exception:  # the module does more with its cache or positions
