@@ -66,7 +66,7 @@ def require(press: Any, name: str, holds: bool, allowed: str) -> None:
 
 
 def require_whole(at_least: int, **given: Any) -> None:
-    """Raise a `HyperparameterError` unless these arguments are whole numbers of `at_least`."""
+    """Raise a `HyperparameterError` unless all are whole numbers, `at_least` or more."""
     for name, n in given.items():
         if isinstance(n, bool) or not isinstance(n, Integral) or n < at_least:
             raise HyperparameterError(

@@ -37,8 +37,8 @@ class Press:
     """A compression policy: hyperparameters and a formula, independent of the mechanism.
 
     A press holds no run state: one press may be open on several models, in several threads or twice
-    on one model. A press that holds presses in its fields is a
-    composition: traits that it does not declare are combined from those of its parts.
+    on one model. A press that holds presses in its fields is a composition: traits that it does not
+    declare are combined from those of its parts.
 
     Attributes:
         mechanism: class attribute; what installs the press, "hooks" or "patches".

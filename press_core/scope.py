@@ -205,7 +205,7 @@ class ScopeState:
         length, tally = self.tally.longest_whole, self.tally
         if tally.layers or tally.n_contexts or not length:
             return None
-        decodes = self.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+        decodes = self.traits.phases & Phase.BEHIND_CONTEXTS
         if decodes or not self.press.acts_on(length):
             return None
         return (

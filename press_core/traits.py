@@ -81,6 +81,7 @@ class Phase(Flag):
     DECODER = BEFORE_DECODER | AFTER_DECODER
     IN_PREFILL = PREFILL | CHUNKS
     ON_CONTEXTS = IN_PREFILL | AFTER_DECODER
+    BEHIND_CONTEXTS = DECODING | BEFORE_DECODING
 
 
 def also_needs(cls: Any, more: Needs) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from torch import nn
 from transformers import DynamicCache
@@ -27,6 +28,7 @@ from press_core.forward import Arguments, Forward, current, with_cache
 from tests.snapshot import snapshot as snapshot
 
 PACKAGES = (hooks_impl, patch_impl)
+IS_5_2 = transformers.__version__.startswith("5.2.")
 both = pytest.mark.parametrize("package", PACKAGES, ids=["hooks", "patches"])
 """For what may differ between the mechanisms; other tests take `package` from `fixtures.py`."""
 

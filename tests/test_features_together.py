@@ -29,9 +29,17 @@ from press_core import (
 )
 from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
-from tests.support import GREEDY, build, example_for, filled, left_padded, nested, ran, token_ids
-
-IS_5_2 = transformers.__version__.startswith("5.2.")
+from tests.support import (
+    GREEDY,
+    IS_5_2,
+    build,
+    example_for,
+    filled,
+    left_padded,
+    nested,
+    ran,
+    token_ids,
+)
 
 # ---- masks ---------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
 from tests.support import (
     GREEDY,
+    IS_5_2,
     PIPELINE_PRESSES,
     both,
     build,
@@ -27,7 +28,6 @@ from tests.support import (
 )
 
 LENGTH = 60
-IS_5_2 = transformers.__version__.startswith("5.2.")
 
 
 # ---- compiled ------------------------------------------------------------------------------------

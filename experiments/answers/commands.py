@@ -13,7 +13,7 @@ from experiments.answers.kept import SavedContext, check_savable
 from experiments.answers.presses import make_press
 from experiments.framework.options import Device, Dtype, checked_share
 from experiments.loading import load_model
-from press_core import about_cache
+from press_core import Phase, about_cache
 
 _Press = Annotated[str, typer.Option(help="Press as text, such as SnapKVPress(window_size=32).")]
 _Ratio = Annotated[
@@ -49,8 +49,10 @@ def compress(
     about = about_cache(output)
     print(f"{output}: {about.n_seen} tokens, {about.evicted:.0%} evicted by {about.press}")
     if not about.evicted:
-        more = "--ratio 0.5, a longer text, or a press that evicts from a context"
-        console.print(f"Nothing was evicted; to evict, give {more}.")
+        why = "the text is too short for this press" if made.amount else "--ratio 0.5 evicts half"
+        if not made.phases & Phase.ON_CONTEXTS:
+            why = "this press evicts while decoding; name it to ask, too"
+        console.print(f"Nothing was evicted; {why}.")
 
 
 def ask(

@@ -54,14 +54,14 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
-class Settings:
-    """A sweep: a grid and how to run it. The help of each flag describes its attribute.
+_STRICT = ConfigDict(extra="forbid", strict=True)
 
-    The grid is every press at every ratio and budget with every mechanism on every dataset, and by
-    default that of the study: the tasks that the shipped model can answer. `generation` holds
-    arguments of `model.generate`, `model_kwargs` those of `from_pretrained`; these two have no
-    flags.
+
+@dataclass(frozen=True, config=_STRICT)
+class Grid:
+    """The grid: every press at every ratio and budget with every mechanism on every dataset.
+
+    By default it is the grid of the study: the tasks that the shipped model can answer.
     """
 
     model: Annotated[str, typer.Option(help="Shipped model, folder or hub id.")] = "facts-llama"
@@ -105,6 +105,16 @@ class Settings:
         ),
     ] = ()
     seed: Annotated[int, Field(ge=0), typer.Option(help="Seed of all random draws.")] = 0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Settings(Grid):
+    """A sweep: a grid and how to run it. The help of each flag describes its attribute.
+
+    `generation` holds arguments of `model.generate`, `model_kwargs` those of `from_pretrained`;
+    these two have no flags.
+    """
+
     batch_size: Annotated[Count, typer.Option(help="Contexts per forward.")] = 8
     compress_questions: Annotated[
         bool, typer.Option(help="Compress context and question together.")

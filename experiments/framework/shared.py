@@ -1,4 +1,4 @@
-"""Shared by several experiments: flags, and runs in other environments."""
+"""Shared by several experiments: flags, a threshold, and runs in other environments."""
 
 import os
 import re
@@ -15,6 +15,9 @@ from experiments import UserError, refusing
 from experiments.framework.options import checked_positive_share, several
 from experiments.framework.plots import is_own
 from press_core import PressError
+
+GOOD = 0.9
+"""Share of right answers from which a press counts as working."""
 
 # ---- fields of options ---------------------------------------------------------------------------
 

@@ -132,9 +132,9 @@ class Scenarios(Experiment[OptionsT]):
     def scenario(self, *cell: Any, **_: Any) -> Iterator[Moment]:
         """The scenario of a cell, with models of a family, which is the last argument."""
 
+    @abstractmethod
     def wrong(self, when: str) -> str:
-        """The outcome, one of `looks`, if the response at the moment `when` is wrong; the last."""
-        return list(self.looks)[-1]
+        """The outcome, one of `looks`, if the response at the moment `when` is wrong."""
 
     def outcome(self, scenario: Iterator[Moment], family: str) -> tuple[str, str]:
         """The worst outcome of a scenario, and a detail of what is wrong.

@@ -185,6 +185,9 @@ class Coexistence(scenarios.Scenarios[Options]):
             with begun(model) as run:
                 yield moment("after the scope", run, companion)
 
+    def wrong(self, when: str) -> str:
+        return WRONG
+
     def findings(self, tables: Tables) -> list[Finding]:
         table, found = tables["coexistence"], []
         table = table[table["companion"] != NOTHING]

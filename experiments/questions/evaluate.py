@@ -22,6 +22,7 @@ from experiments.framework.experiment import Evidence, Experiment, Finding, Tabl
 from experiments.framework.frames import heat_maps, wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed, mean_interval
 from experiments.framework.own_model import LeftOutError, OwnModel, Planned
+from experiments.framework.shared import GOOD
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 
@@ -34,9 +35,6 @@ TASKS = {"single": "one fact", "multikey": "1 of 16 facts", "multiquery": "4 of 
 
 GENERATED = ("niah_single", "niah_multikey", "variable_tracking", "qa")
 """Synthetic tasks for the user's own model."""
-
-_GOOD = 0.9
-"""Share of right answers from which a press counts as working."""
 
 LEAST = 0.05
 """Share of right answers without a press below which the presses are not compared."""
@@ -98,7 +96,7 @@ class Evaluate(Experiment[Settings]):
         press, right = means.idxmax(), means.max()
         ends = _interval(rows[(rows["ratio"] == most) & (rows["press"] == press)])
         low, high = np.nan_to_num(ends, nan=right)
-        works = "works" if low >= _GOOD else "costs" if high < _GOOD else None
+        works = "works" if low >= GOOD else "costs" if high < GOOD else None
         interval = bracket(100 * ends[0], 100 * ends[1], ".0f")
         said = {"most": most, "press": press, "n": len(means), "right": right, "interval": interval}
         return [_finding("best", works, **said), _finding_on_agreement(table)]

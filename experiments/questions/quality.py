@@ -152,10 +152,6 @@ def compared(quality: pd.DataFrame) -> pd.DataFrame:
     return rows.sort_values(order, ascending=[False, True, True])
 
 
-_GOOD = 0.9
-"""Share of right answers from which a press counts as working."""
-
-
 class Quality(Experiment[Options]):
     """Measure the accuracy on the facts task by press, compression ratio and mechanism.
 
@@ -203,7 +199,7 @@ class Quality(Experiment[Options]):
         question = UNSEEN if UNSEEN in set(rows["question"]) else SEEN
         chosen = rows[rows["question"] == question]
         highest = chosen.groupby("ratio")["accuracy"].max()
-        good = highest[highest >= _GOOD]
+        good = highest[highest >= shared.GOOD]
         ratio = good.index.max() if len(good) else highest.index.min()
         most, at_ratio = f"{highest[ratio]:.0%}", chosen[chosen["ratio"] == ratio]
         best = at_ratio[at_ratio["accuracy"].map("{:.0%}".format) == most]["press"]

@@ -178,7 +178,8 @@ def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
     embedding = None if rotary is None else rotary.embedding
     names = {module: name for name, module in watch.model.named_modules()}
     site = replace(facts.site, rotary=rotary)
-    source = next(_query_sources(seen, site), None) if _is_same_later(seen, watch) else None
+    source = next(_query_sources(seen, site), None)
+    source = source if source is not None and _is_same_later(seen, watch) else None
     facts = replace(facts, site=replace(site, query_source=source), maker=names.get(embedding))
     if source is not None:
         return facts

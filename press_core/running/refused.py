@@ -22,7 +22,7 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
 
     After a separate prefill, draft tokens are like any others to presses that act in prefills only.
     """
-    decodes = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+    decodes = scope.traits.phases & Phase.BEHIND_CONTEXTS
     acts = forward.is_context or (decodes and forward.n_tokens > 1)
     if torch.compiler.is_compiling() or not acts:
         return

@@ -25,7 +25,7 @@ def let_slide(scope: ScopeState, cache: Any) -> None:
 
 def refuse_full(scope: ScopeState, forward: Forward) -> None:
     """Raise if a press would prune, while decoding, a cache that such layers are missing from."""
-    decodes = scope.traits.phases & (Phase.DECODING | Phase.BEFORE_DECODING)
+    decodes = scope.traits.phases & Phase.BEHIND_CONTEXTS
     if forward.is_context or not decodes or scope.press.evicts is Evicts.NOTHING:
         return
     layers = forward.cache.layers if isinstance(forward.cache, Cache) else []

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import transformers
 
 from experiments.framework.results import read_table
 from experiments.questions import architectures
@@ -16,7 +15,7 @@ from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
 from press_core import PressError, attention_sites
 from tests.experiments.tiny import SILENT
-from tests.support import table_beside
+from tests.support import IS_5_2, table_beside
 
 KNOWN = decoders()
 RESULTS = Path(__file__).parents[2] / "results"
@@ -45,7 +44,7 @@ def test_a_press_is_right_or_refused_when_its_scope_opens(name):
     assert bad.empty, bad[["press", "mechanism", "attention", "cache", "outcome", "reason"]]
     reached = reach(condensed(rows)).set_index("press")["reach"]
     refused = REFUSED.get(name, {})
-    if transformers.__version__.startswith("5.2."):
+    if IS_5_2:
         refused = refused.get("on 5.2", refused)
     by_both = refused.get("both", ())
     by_neither = SUBJECTS if by_both == "all" else by_both

@@ -23,7 +23,7 @@ from experiments.questions.architectures.decoders import build, decoders
 from experiments.testbed import families
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import filled, ran, rotating, snapshot, table_beside
+from tests.support import IS_5_2, filled, ran, rotating, snapshot, table_beside
 
 KNOWN = decoders()
 FACTS = table_beside(__file__, "facts")
@@ -32,7 +32,7 @@ FACTS = table_beside(__file__, "facts")
 def tiny(name):
     if name not in KNOWN:
         pytest.skip(f"the installed transformers has no {name}")
-    if transformers.__version__.startswith("5.2.") and name in FACTS["else on 5.2"]:
+    if IS_5_2 and name in FACTS["else on 5.2"]:
         pytest.skip(f"{name} of transformers 5.2 {FACTS['else on 5.2'][name]}")
     return build(KNOWN[name])
 
