@@ -176,7 +176,7 @@ class Headwise(Experiment[Options]):
         rows = _most_evicted(tables).to_dict("index")
         bars = {name: rows[name]["share"] for name in (_BY_HOOK, _RAGGED)}
         ratio = rows[_RAGGED]["ratio"]
-        return [Contrast(f"Bytes held with {ratio:.0%} evicted by head, of the full cache", bars)]
+        return [Contrast(f"Share of bytes held, {ratio:.0%} evicted by head", bars)]
 
 
 EXPERIMENT = Headwise()
