@@ -201,11 +201,15 @@ class Press:
         """How many tokens of `call` a KV head keeps, on average; all if the context is short."""
         if not self.is_long_enough(call.length):
             return call.length
-        return min(call.length, call.budget or n_kept(call.context_length, self.amount))
+        return min(call.length, n_kept(call.context_length, self.amount_of(call)))
 
-    def ratio_of(self, length: int) -> float:
-        """Share of `length` tokens to evict."""
-        return ratio_of(length, self.amount)
+    def amount_of(self, call: AttentionCall) -> Amount:
+        """How much of `call` to evict: the budget that a press around this one sets comes first."""
+        return Tokens(call.budget) if call.budget else self.amount
+
+    def ratio_of(self, call: AttentionCall) -> float:
+        """Share of the tokens of `call` to evict."""
+        return ratio_of(call.length, self.amount_of(call))
 
     @property
     def buffered_tokens(self) -> int:

@@ -372,6 +372,17 @@ def test_a_layer_made_in_other_modes_is_read_with_gradients(package, name):
 # ---- rows, amounts, memory -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrapped", ["ChunkPress", "ChunkKVPress", "EntropyGatedChunkKVPress"])
+def test_the_budget_that_a_press_around_another_sets(package, wrapped):
+    inner = getattr(package, wrapped)(package.KnormPress(0.1), chunk_length=5)
+
+    class Around(package.BasePress):
+        def compress(self, call):
+            return inner.evict(call.with_budget(10))
+
+    assert lengths(Around()) == [[10, 10]] * 2
+
+
 def test_a_ratio_that_a_class_computes_cannot_be_set(package):
     half = property(lambda self: 0.5, lambda self, given: None)
     press = type("Own", (package.KnormPress,), {"compression_ratio": half})()

@@ -97,9 +97,9 @@ class LUKV(Around, BudgetPress, LearnedPress):
 
     def head_counts(self, call: AttentionCall) -> list[int]:
         """Number of tokens that each KV head of the layer keeps."""
-        ratio, own = self.ratio_of(call.length), call.site.layer_idx
+        ratio, own = self.ratio_of(call), call.site.layer_idx
         evicted = call.prepared(self).rates[min(max(round(100 * ratio), 1), PER_CENT) - 1]
-        if not isinstance(self.compression_ratio, Tokens):
+        if not isinstance(self.amount_of(call), Tokens):
             return head_counts(evicted[own].tolist(), call.length)
         sites = [call.site] if call.scope is None else call.scope.sites
         pruned = sorted({site.layer_idx for site in sites})

@@ -250,7 +250,7 @@ class Chunk(Wrapper):
     chunk_length: int = count(1024, 1)
 
     def compress(self, call: AttentionCall) -> Eviction:
-        step, amount = self.chunk_length, self.amount
+        step, amount = self.chunk_length, self.amount_of(call)
         starts = range(0, call.length, step)
         chunks = [call.chunk(start, start + step) for start in starts]
         if isinstance(amount, Tokens):
@@ -284,16 +284,17 @@ class ChunkKV(Wrapper, BudgetPress):
         if call.length < self.chunk_length:
             return self.press.evict(call)
         per_token = upcast(self.scorer.checked_scores(call)).sum(dim=(0, 1))
-        positions = self.choose(call, per_token).sort().values
+        positions = self.choose(call, per_token, n).sort().values
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))
 
-    def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
-        """Positions of the tokens that every head keeps, `(n,)` int64, by `scores` `(S,)`."""
+    def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
+        """Positions of the tokens that every head keeps, int64, by `scores` `(S,)`: about `n`."""
         chunks, held = in_chunks(scores, self.chunk_length)
-        amount, n = self.amount, n_kept(len(chunks), self.amount)
+        amount = self.amount_of(call)
+        n_best = n_kept(len(chunks), amount)
         if isinstance(amount, Tokens):  # in integers, as a chunk is more than a rounding error
-            n = max(1, len(chunks) * amount.of(call.length) // call.length)
-        best = (chunks.sum(dim=-1) / held.sum(dim=-1)).topk(n).indices
+            n_best = max(1, len(chunks) * amount.of(call.length) // call.length)
+        best = (chunks.sum(dim=-1) / held.sum(dim=-1)).topk(n_best).indices
         tokens = torch.arange(held.numel(), device=held.device).view_as(held)
         return tokens[best][held[best]]
 
@@ -317,9 +318,8 @@ class EntropyGatedChunkKV(ChunkKV):
     chunk_length: int = above("low_entropy_chunk_length", 10)
     low_entropy_chunk_length: int = count(4, 1)
 
-    def choose(self, call: AttentionCall, scores: Tensor) -> Tensor:
-        order = gated_order(scores, self.chunk_length, self.low_entropy_chunk_length)
-        return order[: self.budget(call)]
+    def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
+        return gated_order(scores, self.chunk_length, self.low_entropy_chunk_length)[:n]
 
 
 @dataclass

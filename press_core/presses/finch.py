@@ -122,12 +122,12 @@ class Finch(RatioPress):
         return found.int().argmax(dim=-1)
 
     def compress(self, call: AttentionCall) -> Eviction:
-        if self.ratio_of(call.length) == 0:
+        if self.ratio_of(call) == 0:
             return Eviction.nothing(call)
         row = call.when.batch_rows[0] if call.when.batch_rows else 0
         scores = self.scores(call, int(call.notes["questions"][row]))
         step = self.chunk_length or call.length
-        numbers = kept_of_chunks(call.length, step, self.amount)
+        numbers = kept_of_chunks(call.length, step, self.amount_of(call))
         chunks = zip(scores.split(step, dim=-1), numbers, strict=True)
         kept = [i * step + top_positions(chunk, n) for i, (chunk, n) in enumerate(chunks)]
         eviction = Eviction.keep(call, torch.cat(kept, dim=-1))

@@ -274,9 +274,7 @@ class Compactor(RatioScorer):
         states = queries_of_all_keys(call), call.keys, call.values
         queries, keys, values = (x[:, :, middle] for x in states)
         attention = non_causal_scores(queries, keys, values, self.chunk_size)
-        given, blending = call.budget, self.blending
-        if blending is None:
-            blending = self.ratio_of(call.length) if given is None else 1 - given / call.length
+        blending = self.ratio_of(call) if self.blending is None else self.blending
         return with_ends(blending * leverage + attention, first, last)
 
 

@@ -94,7 +94,7 @@ class PyramidKV(SnapKV):
     beta: int = count(20, 1)
 
     def budget(self, call: AttentionCall) -> int:
-        length, ratio, place = call.length, self.ratio_of(call.length), call.site.place
+        length, ratio, place = call.length, self.ratio_of(call), call.site.place
         if call.budget or ratio == 0 or not self.is_long_enough(length):
             return super().budget(call)
         mean = length * (1 - ratio)
