@@ -1,5 +1,6 @@
 """Load the models that experiments run on: shipped with the repository, local or from the hub."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -108,7 +109,7 @@ def local_folder(name: str) -> Path | None:
         ModelNotFoundError: if `name` is neither such a folder nor a possible hub id, or if the
             folder has no tokenizer, for which some releases of transformers create an empty one.
     """
-    folder = _MODELS / name if name in SHIPPED else Path(name).expanduser()
+    folder = _MODELS / name if name in SHIPPED else Path(os.path.expanduser(name))
     has_tokenizer = any("token" in path.name or "vocab" in path.name for path in folder.glob("*"))
     if has_tokenizer and (folder / "config.json").is_file():
         return folder

@@ -76,7 +76,8 @@ def run_plan(
             write_manifest(manifest, output, after=before)
         status = f"failed: {entry.error}," if entry.error else "done"
         console.print(f"{status} in {entry.seconds:.1f} s", markup=False, highlight=False)
-    write_report(output, experiments)
+    with console.status("writing the report"):
+        write_report(output, experiments)
     return [name for name, entry in manifest.experiments.items() if entry.error]
 
 
@@ -177,7 +178,7 @@ class Options:
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Use the grids of the committed results, which take about 80 minutes."
+            "--full", help="Use the grids of the committed results, which take about 90 minutes."
         ),
     ] = False
     overwrite: Annotated[

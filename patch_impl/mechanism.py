@@ -49,6 +49,7 @@ class BasePress(InstalledPress):
 
     def install(self, scope: ScopeState) -> None:
         """Install what is called around the decoder's forward; closing `scope` removes it."""
+        self._check_uncovered(scope.decoder, "the decoder")
         scope.warnings.append(partial(_lost, scope))
         around = partial(around_decoder, scope, names_of(scope.decoder))
         scope.install(wrap(scope.decoder, "forward", around))
@@ -60,16 +61,19 @@ class BasePress(InstalledPress):
                 yield from serve(site)
             if scope.traits.reads_queries:
                 yield intercept(site.signature.interface)
-            if is_covered(site.module, "forward"):
-                raise ScopeError(
-                    f"another library wrapped the forward of {site.name} after an outer scope was "
-                    "opened there, so that this press could not act before that one; open this "
-                    "scope first, or close the other"
-                )
+            self._check_uncovered(site.module, site.name)
             # The last wrapper is the innermost one, so of several scopes the inner one acts first.
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
             yield wrap(other.module, "forward", partial(beside, other))
+
+    def _check_uncovered(self, module: nn.Module, name: str) -> None:
+        if not isinstance(self, Collecting) and is_covered(module, "forward"):
+            raise ScopeError(
+                f"another library wrapped the forward of {name} after an outer scope was opened "
+                "there, so that this press could not act before that one; open this scope first, "
+                "or close the other"
+            )
 
     def after(self, module: nn.Module, act: Callable[[tuple[Any, ...], Any], Any]) -> Removable:
         def around(call_next: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -144,7 +144,6 @@ class Press:
         changed = self.changed(**{self.ratio_field: compression_ratio})
         is_set = changed.amount == compression_ratio
         require(self, self.ratio_field, is_set, "set by a field of the press, not computed")
-        vars(changed)["prepared_as"] = vars(self).get("prepared_as", SimpleNamespace(press=self))
         return changed
 
     def with_budget(self, tokens: int) -> Press:
@@ -160,10 +159,10 @@ class Press:
         return self.with_ratio(Tokens(tokens))
 
     def changed(self, **values: Any) -> Press:
-        """A copy of this press with other fields; attributes set by its class are copied, too."""
+        """A copy with other fields, all attributes, and what this press prepares for a scope."""
         changed = copy(self)
         vars(changed).update(values)
-        vars(changed).pop("prepared_as", None)
+        vars(changed).setdefault("prepared_as", SimpleNamespace(press=self))
         changed.validate()
         return changed
 
@@ -224,10 +223,7 @@ class Press:
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
         """Whether to observe this decode step: pruning is due, or its states have to be buffered.
 
-        Steps that are not observed cost next to nothing.
-
-        Args:
-            n_buffered: the press's `buffered_tokens`.
+        Steps that are not observed cost next to nothing. `n_buffered`: its `buffered_tokens`.
         """
         return n_buffered > 0 or self.is_due(n_steps, n_new)
 

@@ -186,17 +186,17 @@ class ScopeState:
         with _opening:
             if self.model is None:  # already taken off
                 return
-            self.model = None
-        try:
-            checks = *self.warnings, self._opened_too_late  # one reads what is installed
-            found = [text for check in checks if (text := check())]
-        finally:
-            for layer in list(self.key.layers):
-                layer.remember(self.key, None)
-            with _opening:
-                removed([*self.installed, *self.on_layers.drop(self)])
-            self.warnings, self.installed, self.sites, self.bystanders = [], [], [], []
-            self.decoder, self.known = None, {}
+            try:
+                checks = *self.warnings, self._opened_too_late  # one reads what is installed
+                found = [text for check in checks if (text := check())]
+            finally:  # what an interrupt leaves is removed by closing the scope once more
+                self.warnings = []
+                for layer in list(self.key.layers):
+                    layer.remember(self.key, None)
+                self.installed += self.on_layers.drop(self)
+                removed(self.installed)
+                self.installed, self.sites, self.bystanders = [], [], []
+                self.model, self.decoder, self.known = None, None, {}
         if found:  # only the first: it is the cause of the others
             warnings.warn(f"{type(self.press).__name__}{found[0]}", RuntimeWarning, stacklevel=5)
 
@@ -285,13 +285,14 @@ class Scope:
                 shared = (other.on_layers for other in _open if other.decoder is state.decoder)
                 state.on_layers = next(shared, state.on_layers)
                 state.on_layers.add(state)
+                state.key.is_open, self.state = True, state
+                _open.add(state)
+                vars(self.press).update(_last_run=state.tally, _last_scope=ref(state))
             except BaseException:
+                state.key.is_open = False
                 state.warnings.clear()
                 state.take_off()
                 raise
-            state.key.is_open, self.state = True, state
-            _open.add(state)
-            vars(self.press).update(_last_run=state.tally, _last_scope=ref(state))
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -203,6 +203,8 @@ def test_a_cache_that_no_press_prunes_is_told_and_left_alone():
     filled(model, headwise, token_ids(1, 8), cache)
     assert kept_lengths(cache)[0].tolist() == [[8, 8]]
     assert kept_positions(cache)[0].tolist() == [[[*range(8)]]]
+    with pytest.raises(UnsupportedCacheError, match="QuantizedCache of quanto or hqq"):
+        filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 8), type(cache)("fp8", model.config))
 
 
 def test_a_model_of_anybodys_is_refused_in_words():
@@ -260,6 +262,23 @@ def test_a_cache_that_generate_leaves_out_is_refused(package):
     press = package.KeyRerotationPress(package.KnormPress(0.5))
     with press(model), pytest.raises(UnsupportedInputError, match="LongRoPE"):
         model.generate(token_ids(1, 40), max_new_tokens=3, **GREEDY)
+
+
+def test_a_logits_processor_may_fill_a_cache_of_its_own(package):
+    """That of classifier-free guidance does; away from its own prompt nothing leads."""
+    model, ids, found = build("llama", dtype=torch.float64), token_ids(1, 20).repeat(1, 2), []
+    given = {**GREEDY, "max_new_tokens": 4, "eos_token_id": 1}
+    guided = {"guidance_scale": 2.0, "negative_prompt_ids": ids}
+    with package.KeyRerotationPress(package.KnormPress(0.5))(model):
+        expected = model.generate(ids, **given)
+        assert torch.equal(model.generate(ids, **guided, **given), expected)
+    with package.KnormPress(0.5)(model):
+        for more in (guided, {"prompt_lookup_num_tokens": 3, **guided}):
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :-1], past_key_values=cache)
+            more = more | given | {"attention_mask": torch.ones_like(ids), "past_key_values": cache}
+            found.append(model.generate(ids if IS_5_2 else ids[:, -1:], **more)[:, -4:])
+    assert IS_5_2 or torch.equal(*found)  # 5.2 guides drafts otherwise, with or without a press
 
 
 # ---- presses of one's own ------------------------------------------------------------------------

@@ -170,8 +170,9 @@ def test_padding_is_not_learned_from(package, name):
 @every_press
 def test_nothing_to_learn_from_is_refused(package, name):
     assert issubclass(CalibrationError, PressError)
-    with pytest.raises(CalibrationError, match="no token"):
-        learn(name, package, build("llama"), [])
+    for batches in ([], [token_ids(1, 0)], [token_ids(0, 9)]):
+        with pytest.raises(CalibrationError, match="no token"):
+            learn(name, package, build("llama"), batches)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from press_core import (
     UnsupportedInputError,
     kept_lengths,
 )
+from press_core.scoring import Wrapper
 from press_core.select import top_positions
 from tests.support import (
     GREEDY,
@@ -68,6 +69,28 @@ def test_a_wrapper_that_asks_another_press_for_scores(package, name, in_field):
             lengths(press)
     else:
         assert lengths(press) == [[20, 20]] * 2
+
+
+@both
+def test_what_a_wrapper_has_prepared_is_used_by_its_copies_with_other_ratios(package):
+    """As PerLayerCompressionPress makes them, one for each layer and context."""
+
+    class Own(Wrapper, package.BasePress):
+        def prepare(self, model):
+            prepared.append(object())
+            return prepared[-1]
+
+        def compress(self, call):
+            seen.add(call.prepared(self))
+            return self.press.evict(call)
+
+    own = Own(package.KnormPress(0.5))
+    composed = package.ComposedPress([package.KnormPress(0.2), own])
+    for press in (own, composed, package.PrefillDecodingPress(own)):
+        prepared, seen = [], set()
+        lengths(package.PerLayerCompressionPress(press, [0.2, 0.6]))
+        assert seen == {*prepared}
+        assert len(prepared) == 1
 
 
 @both

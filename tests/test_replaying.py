@@ -5,6 +5,7 @@ import itertools
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -242,6 +243,17 @@ def test_rows_of_linear_states_are_refused_before_they_are_run(package, name):
     with press(model), pytest.raises(UnsupportedCacheError, match="LinearAttentionLayer"):
         model(token_ids(1, LENGTH), past_key_values=cache)
     assert not cache.get_seq_length(1)
+
+
+@both
+@replaying
+def test_what_others_wrap_inside_the_scope_stays_in_the_replay(package, name, model):
+    press, ids = example_for(package, name, 0.5, model), token_ids(1, LENGTH)
+    expected = held(filled(model, press, ids))
+    with press(model):
+        for layer in model.model.layers:
+            layer.self_attn.forward = partial(layer.self_attn.forward)
+        assert held(filled(model, None, ids)) == expected
 
 
 # ---- positions -----------------------------------------------------------------------------------

@@ -27,6 +27,18 @@ def restoring(package, model, ratio=0.5, **fields):
     return package.RestoreKVPress(ratio, chunk_size=16, prompts=PROMPTS, **fields)
 
 
+def test_an_adapter_that_was_read_in_inference_mode_may_be_used_with_gradients(package, tmp_path):
+    model = build("llama")
+    path = drawn_adapter(model).save(tmp_path)
+    press, ids = restoring(package, model, adapter=path), token_ids(1, LENGTH)
+    with torch.inference_mode():
+        expected = filled(model, press, ids)
+    with torch.enable_grad(), press(model):
+        found = model(ids, use_cache=True).past_key_values
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        assert torch.equal(layer.dense()[0], other.dense()[0])
+
+
 # ---- what joins ----------------------------------------------------------------------------------
 
 

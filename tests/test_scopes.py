@@ -18,7 +18,7 @@ from transformers import DynamicCache
 import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths
-from press_core.scope import bound_to
+from press_core.scope import ScopeState, bound_to
 from tests.support import (
     PACKAGES,
     PLAIN,
@@ -153,6 +153,40 @@ def test_a_scope_that_could_not_act_before_the_others_is_refused(model):
             assert kept(model) == [10, 10, 10]
         module.forward = former
     assert kept(model) == [40, 40, 40]
+
+
+def test_so_is_one_that_could_not_act_in_turn_around_the_decoder(model):
+    with patch_impl.StreamingLLMDecodingPress(max_capacity=30, n_sink=8)(model):
+        former = model.model.forward
+        model.model.forward = lambda *args, **kwargs: former(*args, **kwargs)
+        with pytest.raises(ScopeError, match="wrapped the forward of the decoder"):
+            patch_impl.StreamingLLMDecodingPress(max_capacity=30, n_sink=0).register(model)
+        model.model.forward = former
+
+
+@both
+def test_closing_may_be_interrupted_in_any_line_and_done_again(package, model):
+    def trace(frame, event, _):
+        own = frame.f_code is ScopeState.take_off.__code__ and event == "line"
+        if own and frame.f_lineno not in lines:  # coming back to `with` releases the lock
+            lines.append(frame.f_lineno)
+            if len(lines) == n:
+                raise KeyboardInterrupt
+        return trace
+
+    before, n, lines = snapshot(model), 0, []
+    while len(lines) == n:
+        n, lines = n + 1, []
+        scope = package.SnapKVPress(0.5).register(model)
+        sys.settrace(trace)
+        try:
+            scope.remove()
+        except KeyboardInterrupt:
+            scope.remove()
+        finally:
+            sys.settrace(None)
+        assert snapshot(model) == before
+    assert n > 10
 
 
 def test_hooks_that_are_passed_by_are_not_silent(model):

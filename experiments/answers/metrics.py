@@ -76,7 +76,7 @@ def first_number(prediction: str, answers: Sequence[str]) -> float:
 
 def first_numbers(prediction: str, answers: Sequence[str]) -> float:
     """Share of the reference numbers before the first wrong one (InfiniteBench's math_calc)."""
-    found = [str(int(digits)) for digits in re.findall(r"[0-9]+", prediction)]
+    found = [_integer(digits) for digits in re.findall(r"[0-9]+", prediction)]
     pairs = zip(found, map(str.strip, answers), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) / len(answers)
 
@@ -109,7 +109,12 @@ def _plain(latex: str) -> str:
     for long, short in (("\\dfrac", "\\frac"), ("\\tfrac", "\\frac"), ("^\\circ", "")):
         latex = latex.replace(long, short)
     plain = re.sub(r"\\left|\\right|\\text\s*|\\[!,;: ]|\s|\$|\.$", "", latex)
-    return str(int(plain)) if plain.isdecimal() else plain
+    return _integer(plain) if plain.isdecimal() else plain
+
+
+def _integer(digits: str) -> str:
+    """Digits without leading zeros; `int` refuses thousands of them, which a loop writes."""
+    return digits.lstrip("0") or "0"
 
 
 # ---- overlap of words ----------------------------------------------------------------------------

@@ -111,6 +111,8 @@ class _Maker(NamedTuple):
                 return self.made(name, [self.value(arg) for arg in node.args], given)
             case ast.List(elts=items):
                 return [self.value(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.value(item) for item in items)
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, RecursionError):

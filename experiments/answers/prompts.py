@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments import UserError
+from experiments import UserError, refusing
 from press_core.scope import InstalledPress
 
 GREEDY = {
@@ -49,6 +49,8 @@ def texts_of(what: str, given: Any) -> list[str]:
     texts = list(texts) if isinstance(texts, Iterable) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{what} is {given!r:.60}; give a text, or a list of at least one")
+    with refusing(f"{what} is no text that UTF-8 can write", UnicodeEncodeError):
+        "".join(texts).encode()
     return texts
 
 

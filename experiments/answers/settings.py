@@ -104,7 +104,7 @@ class Grid:
             "several. By default evenly spread ones."
         ),
     ] = ()
-    seed: Annotated[int, Field(ge=0), typer.Option(help="Seed of all random draws.")] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32), typer.Option(help="Seed of all random draws.")] = 0
 
 
 @dataclass(frozen=True, config=_STRICT)

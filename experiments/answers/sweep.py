@@ -47,13 +47,16 @@ def sweep(
     run = partial(run_cell, settings)
     outcomes = on_ray(waiting, run, **ray) if ray else serial(waiting, run)
     failures = {}
-    with Progress(console=console, transient=True) as progress:
-        for cell, outcome in shown(outcomes, len(waiting), progress):
-            if isinstance(outcome, Failure):
-                failures[cell] = outcome.reason
-            else:
-                store.save(outcome)
-    return store.write_tables(cells), failures
+    try:
+        with Progress(console=console, transient=True) as progress:
+            for cell, outcome in shown(outcomes, len(waiting), progress):
+                if isinstance(outcome, Failure):
+                    failures[cell] = outcome.reason
+                else:
+                    store.save(outcome)
+    finally:  # after an interrupt, too
+        results = store.write_tables(cells)
+    return results, failures
 
 
 def shown(outcomes: Outcomes, total: int, progress: Progress) -> Outcomes:

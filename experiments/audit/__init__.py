@@ -203,7 +203,7 @@ def differences(before: Snapshot, after: Snapshot) -> tuple[Change, ...]:
     known = {place.owner for place in before} & {place.owner for place in after}
 
     def counts(place: Place) -> bool:
-        function = place.name.removesuffix(".__code__")
+        function = place.name.partition(".__")[0]  # as in `forward.__code__`
         if function != place.name and place._replace(name=function) in changed:
             return False  # the function itself was replaced, which is listed already
         if place.reach == INSTANCE:

@@ -7,7 +7,7 @@ Configurations, settings and weights are recorded by value, because they change 
 import builtins
 import hashlib
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
@@ -58,12 +59,14 @@ class Place(NamedTuple):
 Snapshot = dict[Place, Any]
 Entries = Iterator[tuple[Place, Any]]
 
-_MAPPINGS = (dict, OrderedDict, defaultdict)
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MODULES: dict[str, list[str]] = data_of(__file__)
 """Names of Python modules: those that all models use, and those of torch."""
 _SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "default dtype": (PROCESS, torch.get_default_dtype),
+    "matmul precision": (PROCESS, torch.get_float32_matmul_precision),
+    "sdpa backends": (PROCESS, lambda: str(_cur_sdpa_kernel_backends())),
     "deterministic algorithms": (PROCESS, torch.are_deterministic_algorithms_enabled),
     "threads": (PROCESS, torch.get_num_threads),
     "autocast": (THREAD, lambda: torch.is_autocast_enabled("cpu")),
@@ -107,10 +110,11 @@ def _instances(model: nn.Module) -> Entries:
                     yield from _config(_joined(owner, name), value)
             elif name in _TABLES:
                 for entry, item in list(value.items()):
-                    yield Place(INSTANCE, _TABLES[name], owner, entry), item
+                    place = Place(INSTANCE, _TABLES[name], owner, entry)
                     if isinstance(item, Tensor):
-                        content = Place(INSTANCE, "content of a tensor", owner, entry)
-                        yield content, _fingerprint(item)
+                        yield from _tensor(place, item)
+                    else:
+                        yield place, item
             else:
                 yield from _nested(Place(INSTANCE, _kind(name), owner, name), value)
 
@@ -129,16 +133,24 @@ def _config(owner: str, config: Any) -> Entries:
             yield Place(INSTANCE, "configuration", owner, name), repr(value)
 
 
-def _fingerprint(tensor: Tensor) -> str:
-    """A text that changes with the shape, dtype, device or any bit of a dense tensor."""
+def _tensor(place: Place, tensor: Tensor) -> Entries:
+    """A tensor, its hooks, and a text that changes with what it is, or any bit of a dense one."""
     # Torch modes under audit must not intercept the auditor's own operations.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
+        content = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device} {tensor.requires_grad}"
         has_bytes = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)  # subclasses may lack them
-        if not has_bytes or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-            return described
-        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f"{described} {hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()}"
+        is_dense = tensor.layout == torch.strided and not tensor.is_quantized
+        is_meta = tensor.is_meta
+        if has_bytes and is_dense and not is_meta:
+            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            content += f" {hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()}"
+        hooks = {n: dict(getattr(tensor, n) or {}) for n in _TENSOR_HOOKS}
+    yield place, content if is_meta else tensor  # offloaded weights are new after each forward
+    yield place._replace(kind="content of a tensor"), content
+    path = _joined(place.owner, place.name)
+    for name, entries in hooks.items():
+        for key, hook in entries.items():
+            yield Place(INSTANCE, "hook", path, f"{name}[{key!r}]"), hook
 
 
 # ---- this class --------------------------------------------------------------------------------
@@ -160,7 +172,7 @@ def _classes(model: nn.Module) -> Entries:
 
 def _class(cls: type, reach: str) -> Entries:
     owner = f"{cls.__module__}.{cls.__qualname__}"
-    for name, value in list(vars(cls).items()):
+    for name, value in [*vars(cls).items(), ("__bases__", cls.__bases__)]:
         # `_global_mapping` is recorded as a registry; copying an instance adds `__slotnames__`.
         if name not in ("_global_mapping", "__slotnames__"):
             yield from _nested(Place(reach, "class attribute", owner, name), value, 1)
@@ -258,14 +270,17 @@ def _nested(place: Place, value: Any, depth: int = 3) -> Entries:
     if isinstance(value, (set, frozenset)):
         yield place, repr(sorted(map(repr, value)))
         return
-    yield place, tuple if isinstance(value, tuple) else value  # tuples are compared by their items
+    by_items = isinstance(value, tuple) and depth > 0
+    yield place, tuple if by_items else value
     items: Any = ()
-    if type(value) in _MAPPINGS:
-        items = value.items()
+    if isinstance(value, dict):
+        items = dict.items(value)  # what is held, whatever a subclass makes of it
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     elif isinstance(value, FunctionType):
         yield Place(*place[:3], f"{place.name}.__code__"), value.__code__
+        for name in ("__defaults__", "__kwdefaults__"):
+            yield from _nested(Place(*place[:3], f"{place.name}.{name}"), getattr(value, name), 1)
     for key, item in list(items) if depth else ():
         yield from _nested(Place(*place[:3], f"{place.name}[{key!r}]"), item, depth - 1)
 

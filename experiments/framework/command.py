@@ -32,9 +32,10 @@ def command_of(experiment: AnyExperiment) -> Callable[..., None]:
         if output is not None:
             check_writable(output)
         tables = measured(experiment, replace(experiment.full, **flags), progress_bar())
-        show(experiment, tables, Console())
         if output is not None:
             write_tables(tables, output)
+        show(experiment, tables, Console())
+        if output is not None:
             write_figures(experiment.figures(tables), output)
         if not experiment.passed(tables):
             raise typer.Exit(1)
@@ -71,7 +72,8 @@ def with_flags(run: Callable[..., None], defaults: Any, help: str | None) -> Cal
         others = {flag.name: flags.pop(flag.name) for flag in own}
         for name, value in flags.items():
             if isinstance(getattr(defaults, name), tuple):
-                flags[name] = tuple(value or ())  # typer passes None for an empty list
+                # Typer passes None for an empty list; what is given twice counts once.
+                flags[name] = tuple(dict.fromkeys(value or ()))
         run(flags, **others)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

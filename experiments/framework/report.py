@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from experiments import QUESTION, data_of, load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Finding
@@ -143,6 +144,12 @@ def command(
     ] = Path("study"),
 ) -> None:
     """Rebuild the figures and the report of a study from its tables, without running anything."""
+    with Console(stderr=True).status("drawing the figures and writing the report"):
+        _rebuild(folder)
+    typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")
+
+
+def _rebuild(folder: Path) -> None:
     experiments, manifest = load_experiments(), read_manifest(folder)
     entries = dict(manifest.experiments)
     for name, (figures, shown) in _drawn(read_parts(folder, experiments), folder).items():
@@ -150,4 +157,3 @@ def command(
         entries[name] = entries[name].model_copy(update={"figures": shown})
     write_manifest(manifest.model_copy(update={"experiments": entries}), folder)
     write_report(folder, experiments)
-    typer.echo(f"wrote {folder / 'report.md'} and {folder / 'report.html'}")

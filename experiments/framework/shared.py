@@ -64,7 +64,7 @@ Compiled = Annotated[
     ),
 ]
 Kvpress = Annotated[bool, typer.Option(help="Measure kvpress as well, if it is installed.")]
-Seed = Annotated[int, typer.Option(help="Seed of the contexts.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the contexts.")]
 
 
 # ---- other environments --------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def known(cache: Any, layer_idx: int) -> PrunedLayer:
         raise UnsupportedCacheError(
             f"cannot prune layer {layer_idx} of a {type(cache).__name__}: it is a "
             f"{type(stored).__name__}, and only layers that store all tokens (DynamicCache, "
-            "QuantizedCache, StaticCache) can be pruned"
+            "StaticCache, QuantizedCache of quanto or hqq) can be pruned"
         )
     return layer
 

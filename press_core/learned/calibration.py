@@ -118,6 +118,7 @@ class Calibration:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    @torch.inference_mode(False)  # autograd cannot use inference tensors, also those of its cache
     def to(self: F, device: torch.device | str) -> F:
         """This calibration on `device`."""
         return self.of({name: x.to(device) for name, x in self.tensors.items()})
@@ -145,7 +146,7 @@ class Calibration:
         Raises:
             CalibrationError: if it cannot be written, or if another kind of file is there.
         """
-        path = Path(path)
+        path = Path(path).expanduser()
         path = path if path.suffix == ".safetensors" else path / self.file_name
         about = {"kind": self.kind, "version": FORMAT_VERSION, "model": self.sizes}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
@@ -170,7 +171,9 @@ class Calibration:
         """
         names = dict.fromkeys((*(file_names or cls.file_names), cls.published_files[0]))
         path = _found(cls, source, tuple(names))
-        fit: F = _loaded(cls, path.absolute(), path.stat().st_mtime_ns)  # type: ignore[arg-type]
+        read_too = (path, *map(path.with_name, cls.published_files))
+        modified = tuple(x.stat().st_mtime_ns for x in read_too if x.is_file())
+        fit: F = _loaded(cls, path.absolute(), modified)  # type: ignore[arg-type]
         return fit
 
     @classmethod
@@ -234,11 +237,12 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
 
 
 @lru_cache(maxsize=4)
-def _loaded(kind: type[Calibration], path: Path, _modified: int) -> Any:
+@torch.inference_mode(False)
+def _loaded(kind: type[Calibration], path: Path, _modified: tuple[int, ...]) -> Any:
     """The calibration in the file at `path`; cached, as presses open often.
 
     Args:
-        _modified: modification time in ns, a part of the cache key only.
+        _modified: modification times in ns of what is read, a part of the cache key only.
 
     Raises:
         CalibrationError: if the file cannot be read as this kind.

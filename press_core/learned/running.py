@@ -40,11 +40,10 @@ def rows_alone(token_batches: Iterable[Batch]) -> Iterator[Tensor]:
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise CalibrationError("pass a list of token ids (B, S) or of dicts with input_ids")
-        if mask is None or bool(mask.all()):
-            yield ids
-        else:
-            rows = (row[keep.bool()][None] for row, keep in zip(ids, mask, strict=True))
-            yield from (row for row in rows if row.numel())
+        rows = [ids]
+        if mask is not None and not bool(mask.all()):
+            rows = [row[keep.bool()][None] for row, keep in zip(ids, mask, strict=True)]
+        yield from (row for row in rows if row.numel())
 
 
 class LayerMeans:

@@ -3,6 +3,8 @@
 All but the drafts of `is_early_exit`, which scopes leave alone, raise an error with advice.
 """
 
+from types import FrameType
+
 import torch
 from torch._C._functorch import is_batchedtensor
 from transformers.cache_utils import Cache
@@ -17,6 +19,17 @@ from press_core.traits import Phase
 _LOOPS = "_prefill", "_assisted_decoding", "_sample", "_beam_search"
 
 
+def _loop_of(forward: Forward) -> FrameType | None:
+    """The frame of the loop of `generate` that runs this forward, if one does.
+
+    A logits processor may run the model by itself, as that of classifier-free guidance does.
+    """
+    frame = innermost_frame("transformers.generation.utils", _LOOPS)
+    given = {} if frame is None else frame.f_locals.get("model_inputs", {})
+    caches = [own_cache(given[name]) for name in CACHE_NAMES if given.get(name) is not None]
+    return frame if given and (not caches or forward.cache in caches) else None
+
+
 def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
     """Raise if draft tokens (speculative decoding) would be pruned, or as part of a context.
 
@@ -26,7 +39,7 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
     acts = forward.is_context or (decodes and forward.n_tokens > 1)
     if torch.compiler.is_compiling() or not acts:
         return
-    frame = innermost_frame("transformers.generation.utils", _LOOPS)
+    frame = _loop_of(forward)
     if frame is None or frame.f_code.co_name != "_assisted_decoding":
         return
     if decodes:
@@ -54,7 +67,7 @@ def refuse_restart(scope: ScopeState, forward: Forward) -> None:
     """
     if forward.cache is not None or torch.compiler.is_compiling():
         return
-    frame = innermost_frame("transformers.generation.utils", _LOOPS)
+    frame = _loop_of(forward)
     given = {} if frame is None else frame.f_locals.get("model_kwargs", {})
     dropped = [layer for name in CACHE_NAMES for layer in pruned_layers(own_cache(given.get(name)))]
     if any(layer.kept.following is not None for layer in dropped):

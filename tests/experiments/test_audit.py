@@ -10,12 +10,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
+from transformers.utils.generic import GeneralInterface
 
 from experiments.audit import CALL, CLASS, INSTANCE, PROCESS, THREAD, audit, differences, snapshot
 from tests.support import build
@@ -40,6 +43,10 @@ class Mode(TorchFunctionMode):
 class Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+class OtherBase(nn.Module):
+    """Another base of a class."""
 
 
 class OtherAttention(modeling_llama.LlamaAttention):
@@ -94,6 +101,11 @@ def swap_class(model, undo):
     patching(undo).setattr(attention(model), "__class__", OtherAttention)
 
 
+def rebase(_, undo):
+    undo.callback(setattr, modeling_llama.LlamaMLP, "__bases__", modeling_llama.LlamaMLP.__bases__)
+    modeling_llama.LlamaMLP.__bases__ = (OtherBase,)
+
+
 def double(_, undo):
     undo.callback(torch.set_default_dtype, torch.get_default_dtype())
     torch.set_default_dtype(torch.float64)
@@ -111,6 +123,12 @@ PLANTS = {
             "_parameters", "weight", nn.Parameter(torch.ones(2))
         ),
         "content of a tensor | q_proj | weight": shift,
+        "content of a tensor | k_proj | weight": lambda model, undo: undo.callback(
+            attention(model).k_proj.weight.requires_grad_(False).requires_grad_
+        ),
+        "hook | q_proj.weight | _backward_hooks[": add(
+            lambda model: attention(model).q_proj.weight, "register_hook", planted
+        ),
         "buffer | self_attn | mask": into("_buffers", "mask", torch.ones(2)),
         "submodule | self_attn | extra": into("_modules", "extra", nn.Linear(2, 2)),
         "class of a module | self_attn | __class__": swap_class,
@@ -124,6 +142,10 @@ PLANTS = {
         "module global | modeling_llama | rotate_half.__code__": put(
             modeling_llama.rotate_half, "__code__", (lambda x: x).__code__
         ),
+        "module global | modeling_llama | rotate_half.__defaults__": put(
+            modeling_llama.rotate_half, "__defaults__", (1,)
+        ),
+        "class attribute | LlamaMLP | __bases__": rebase,
     },
     PROCESS: {
         "attention registry | AttentionInterface | _global_mapping['mine']": entry(
@@ -150,7 +172,9 @@ PLANTS = {
             sys.modules, "planted", types.ModuleType("planted")
         ),
         "import system | sys | meta_path[": put(sys, "meta_path", [*sys.meta_path, planted]),
+        "class attribute | generic.GeneralInterface | note": put(GeneralInterface, "note", planted),
         "setting | torch | default dtype": double,
+        "setting | torch | sdpa backends": enter(lambda: sdpa_kernel(SDPBackend.MATH)),
     },
     THREAD: {
         "torch mode | function_mode | 0": enter(Mode),
@@ -215,6 +239,11 @@ def test_running_a_model_is_no_change(family):
     with torch.no_grad():
         model(torch.arange(3, 9)[None])
     assert differences(before, snapshot(model)) == ()
+
+
+def test_running_offloaded_weights_is_no_change(model):
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert audit(nullcontext(), model).table().empty
 
 
 def test_arguments_and_frames_are_of_this_call(model):

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments.framework.command import command_of
 from experiments.framework.options import Device, checked_positive_share, checked_share, one_of
-from tests.experiments.tiny import REFUSED, Tiny
+from tests.experiments.tiny import REFUSED, Tiny, failing
 
 
 class Colour(str, Enum):
@@ -63,7 +63,7 @@ def invoke(*arguments):
     [
         ("", Options()),
         (
-            "--word w --press a --press b --ratio 0 --ratio 0.9 --part 0.5 --colour blue "
+            "--word w --press a --press b --press a --ratio 0 --ratio 0.9 --part 0.5 --colour blue "
             "--many-rounds 4 --loud",
             Options("w", ("a", "b"), (0.0, 0.9), 0.5, (Colour.BLUE,), 4, True),
         ),
@@ -89,6 +89,12 @@ def test_tables_findings_files_and_status(tmp_path):
     result = invoke("--many-rounds", "10")
     assert result.exit_code == 1
     assert "The mean of echo is 10.000." in result.output
+
+
+def test_what_is_measured_is_written_even_if_it_cannot_be_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(ECHO, "findings", failing)
+    assert invoke("--output", str(tmp_path)).exit_code == 1
+    assert (tmp_path / "echo.csv").read_text() == "x\n3\n"
 
 
 @pytest.mark.parametrize(("arguments", "words"), REFUSED["flags"])

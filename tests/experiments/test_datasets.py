@@ -297,6 +297,13 @@ def test_metrics(metric, prediction, answers, expected):
     assert METRICS[metric](prediction, answers) == pytest.approx(expected)
 
 
+def test_digits_without_end_are_scored():
+    """A model that loops writes more of them than `int` reads."""
+    ones = "1" * 5000
+    assert METRICS["first_numbers"](f"07 {ones}", ["7", ones]) == 1
+    assert METRICS["boxed"](rf"\boxed{{0{ones}}}", [ones]) == 1
+
+
 @pytest.mark.parametrize(("metric", "library"), [("rouge_l", "rouge_score"), ("f1_zh", "jieba")])
 def test_metrics_need_their_library(monkeypatch, metric, library):
     known = [name for name in sys.modules if name.partition(".")[0] == library]

@@ -46,6 +46,11 @@ def test_two_classes_of_ones_own_are_a_press():
         assert make_press(text, mechanism, 0.25, 7) == made
 
 
+def test_parts_may_be_in_a_tuple():
+    press = hooks_impl.ComposedPress((hooks_impl.KnormPress(0.2), hooks_impl.SnapKVPress(0.3)))
+    assert make_press(repr(press), "hook", None, 0) == press
+
+
 @pytest.mark.parametrize(
     ("text", "amount", "words"),
     [

@@ -48,6 +48,7 @@ def test_an_interrupted_sweep_continues(tmp_path, ran):
     third = Mock(wraps=sweeps.run_cell, side_effect=[DEFAULT, DEFAULT, KeyboardInterrupt])
     with patch.object(sweeps, "run_cell", third), pytest.raises(KeyboardInterrupt):
         run_sweep(SMALL, tmp_path / "cut")
+    assert len(pd.read_csv(tmp_path / "cut" / "results.csv")) == 2
     continued, _, printed = run_sweep(SMALL, tmp_path / "cut")
     assert sorted(ran) == sorted(plan(SMALL))  # each once
     assert "2 of 6 cells" in printed

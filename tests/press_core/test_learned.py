@@ -18,6 +18,7 @@ from press_core.learned.calibration import CalibrationError
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzapRegressor
 from press_core.learned.measured import ExpectedAttentionStats, QFilters
+from press_core.learned.restorekv import RestoreAdapter
 from tests.press_core.drawn import DIM, FITS, KV_HEADS, LAYERS, PUBLISHED, drawn
 
 FILTERS, STATS, LINEAR, MLP, GATES, CURVES, *_ = FITS.values()
@@ -84,12 +85,33 @@ def test_what_cannot_be_written_is_told_with_its_path(tmp_path):
         FILTERS.save(tmp_path / "folder")
 
 
+def test_what_is_saved_in_a_home_folder_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    FILTERS.save("~/folder")
+    assert same(QFilters.load("~/folder"), FILTERS)
+
+
 def test_a_file_that_changed_is_read_again(tmp_path):
     FILTERS.save(tmp_path)
     QFilters.load(tmp_path)
     changed = QFilters(drawn(LAYERS, KV_HEADS, DIM, seed=9))
     changed.save(tmp_path)
     assert same(QFilters.load(tmp_path), changed)
+
+
+def test_a_file_beside_it_that_changed_is_read_again(tmp_path):
+    about = {"peft_type": "LORA", "r": 2}
+    parts = {f"base_model.model.q.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(parts, tmp_path / "adapter_model.safetensors")
+    for number in (1, 2):
+        embeddings = {"restore_embeddings": torch.full((8, 2), float(number))}
+        save_file(embeddings, tmp_path / "restore_embeddings.safetensors")
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps({**about, "lora_alpha": 2 * number})
+        )
+        found = RestoreAdapter.load(tmp_path)
+        assert torch.equal(found.embeddings, embeddings["restore_embeddings"])
+        assert torch.equal(found.up["q"], torch.full((2, 2), float(number)))
 
 
 @pytest.mark.parametrize("name", ["filters", "stats", "linear", "mlp", "gates"])

@@ -5,9 +5,9 @@ the meaning of the columns, and the metric of each task.
 """
 
 import ast
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, TypeAdapter
@@ -79,7 +79,7 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
         UserError: if the repository cannot be loaded, or lacks a column.
     """
     task, length, data = wanted.task, wanted.length, wanted.settings.data
-    source = published.hub if data is None else str(Path(data).expanduser() / name)
+    source = published.hub if data is None else os.path.join(os.path.expanduser(data), name)
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
     where |= {"data_dir": str(length)} if published.length else {}
