@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -219,7 +220,7 @@ def _study(flags: dict[str, Any]) -> None:
     except KeyboardInterrupt:
         console.print(
             f"interrupted; the same command continues with what is in {folder}, and "
-            f"`python -m experiments report --input {folder}` shows it"
+            f"`python -m experiments report --input {quote(str(folder))}` shows it"
         )
         raise typer.Exit(130) from None
     typer.echo(f"report: {folder / 'report.html'}")

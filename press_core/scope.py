@@ -189,16 +189,23 @@ class ScopeState:
             try:
                 checks = *self.warnings, self._opened_too_late  # one reads what is installed
                 found = [text for check in checks if (text := check())]
-            finally:  # what an interrupt leaves is removed by closing the scope once more
+            finally:
                 self.warnings = []
                 for layer in list(self.key.layers):
                     layer.remember(self.key, None)
                 self.installed += self.on_layers.drop(self)
-                removed(self.installed)
-                self.installed, self.sites, self.bystanders = [], [], []
-                self.model, self.decoder, self.known = None, None, {}
+                try:
+                    removed(self.installed)
+                except Exception:  # after an interrupt, closing the scope again removes the rest
+                    self._forget()
+                    raise
+                self._forget()
         if found:  # only the first: it is the cause of the others
             warnings.warn(f"{type(self.press).__name__}{found[0]}", RuntimeWarning, stacklevel=5)
+
+    def _forget(self) -> None:
+        self.installed, self.sites, self.bystanders = [], [], []
+        self.model, self.decoder, self.known = None, None, {}
 
     def _opened_too_late(self) -> str | None:
         """A warning if the scope evicted nothing because it was opened after the prefill."""

@@ -284,7 +284,8 @@ class Overhead(Experiment[Options]):
             for row in rows.nlargest(1, "ratio").to_dict("records"):
                 times = f"**{row['ratio']:.2f}**{bracket(row['low'], row['high'])} times"
                 model = row["model"].removeprefix(timed_models.RANDOM)
-                text = sentence.format(times, f"({press_label(row['press'])}, {model})")
+                cache = "" if row["cache"] == "dynamic" else f", {row['cache']} cache"
+                text = sentence.format(times, f"({press_label(row['press'])}, {model}{cache})")
                 works: Any = "works" if np.nanmax(rows[["ratio", "high"]]) < _NO_SLOWER else "costs"
                 found.append(Finding(name, text, need, works if need else None))
         return found
