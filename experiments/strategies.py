@@ -27,6 +27,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from transformers import PreTrainedModel
 
 import hooks_impl
+from experiments import data_of
 from experiments.testbed.compare import Difference, Inputs, PressPair, compare, of_mechanism, pair
 from experiments.testbed.families import (
     FAMILIES,
@@ -190,66 +191,28 @@ def ratios() -> SearchStrategy[float]:
     return st.one_of(common, st.floats(0, 1, exclude_max=True))
 
 
-SCORERS = (
-    *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "LagKVPress", "StreamingLLMPress"),
-    *("KeyDiffPress", "TOVAPress", "CriticalKVPress", "ObservedAttentionPress", "QFilterPress"),
-)
+_DATA = data_of(__file__)
+
+SCORERS: tuple[str, ...] = tuple(_DATA["scorers"])
 """Presses that wrappers are drawn with: one or two for each kind of input that a score reads."""
 
-_EVEN = (
-    *("KnormPress", "SnapKVPress", "PyramidKVPress", "ChunkKVPress", "BlockPress", "ThinKPress"),
-    *("EntropyGatedChunkKVPress", "MergingPress"),
-)
-
-_WHILE_DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress")
-
-
-def _each(names: str, drawn: SearchStrategy[Any]) -> dict[str, SearchStrategy[Any]]:
-    return dict.fromkeys(names.split(), drawn)
-
+_EVEN, _WHILE_DECODING = _DATA["even"], _DATA["while_decoding"]
 
 FIELDS: dict[str, SearchStrategy[Any]] = {
-    **_each("compression_ratio target_compression_ratio key_channel_compression_ratio", ratios()),
-    **_each("head_compression_ratio lazy_threshold", st.floats(0, 1)),
-    **_each("compression_ratios", st.lists(ratios(), min_size=1, max_size=4)),
-    **_each("press base_press", st.deferred(lambda: press_pairs(*SCORERS))),
-    **_each("presses", st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3))),
-    **_each("prefilling_press", st.deferred(lambda: press_pairs(*_EVEN))),
-    **_each("decoding_press", st.deferred(lambda: press_pairs(*_WHILE_DECODING))),
-    **_each("n_sink num_sinks sink window sink_size sink_size_start", st.integers(0, 6)),
-    **_each("sink_size_end n_initial n_retained", st.integers(0, 4)),
-    **_each("compression_interval n_last", st.integers(1, 3)),
-    **_each("hidden_states_buffer_size", st.integers(1, 8)),
-    **_each("recent_size lag_size", st.integers(1, 12)),
-    **_each("window_size sliding_window_size local_window_size", st.integers(1, 16)),
-    **_each("n_recent", st.integers(4, 20)),
-    **_each("chunk_length block_size sketch_dimension", st.integers(1, 24)),
-    **_each("beta", st.integers(1, 30)),
-    **_each("chunk_size merge_budget", st.integers(2, 40)),
-    **_each("target_size", st.integers(1, 60)),
-    **_each("max_capacity", st.integers(7, 60)),
-    **_each("n_future_positions", st.integers(1, 64)),
-    **_each("seed", st.integers(0, 2**16)),
-    **_each("keep_token_lower_bound", st.sampled_from([0, 3, 100])),
-    **_each("kernel_size", st.sampled_from([1, 3, 5, 7])),
-    **_each("epsilon", st.sampled_from([0.0, 1e-3, 1.0])),
-    **_each("alpha_safeguard recent_ratio first_stage_ratio", st.sampled_from([0.0, 0.2, 1.0])),
-    **_each("mix_lambda merge_fraction", st.sampled_from([0.0, 0.01, 0.3, 1.0])),
-    **_each("similarity_threshold", st.sampled_from([-1.0, 0.0, 0.5, 1.0])),
-    **_each("window_ratio", st.sampled_from([0.0, 0.02, 0.3])),
-    **_each("tau", st.sampled_from([0.0, 1.0, 5.0, 50.0])),
-    **_each("threshold", st.floats(-6, 1)),
-    **_each("blending", st.sampled_from([None, 0.0, 0.5, 1.0])),
-    **_each("leverage_type", st.sampled_from(["key", "value", "kv_avg", "kv_product"])),
-    **_each("agg_task agg_group agg_head", st.sampled_from(["max", "mean"])),
-    **_each("use_covariance use_vnorm use_random_leverage", st.booleans()),
-    **_each("use_local_approximation cross_scoring normalize_scores", st.booleans()),
-    **_each("layerwise structured add_v_norm add_mean_across_heads", st.booleans()),
-    **_each("kvzip_plus_normalization decoding rerotate", st.booleans()),
-    **_each("prompts", st.just(PROMPTS)),
-    **_each("delimiter_token_id", st.just(DELIMITER)),
+    **dict.fromkeys(_DATA["ratios"], ratios()),
+    **dict.fromkeys(_DATA["booleans"], st.booleans()),
+    **{name: st.integers(*ends) for name, ends in _DATA["integers"].items()},
+    **{name: st.floats(*ends) for name, ends in _DATA["floats"].items()},
+    **{name: st.sampled_from(values) for name, values in _DATA["values"].items()},
+    **dict.fromkeys(("press", "base_press"), st.deferred(lambda: press_pairs(*SCORERS))),
+    "compression_ratios": st.lists(ratios(), min_size=1, max_size=4),
+    "presses": st.deferred(lambda: st.lists(press_pairs(*_EVEN), min_size=1, max_size=3)),
+    "prefilling_press": st.deferred(lambda: press_pairs(*_EVEN)),
+    "decoding_press": st.deferred(lambda: press_pairs(*_WHILE_DECODING)),
+    "prompts": st.just(PROMPTS),
+    "delimiter_token_id": st.just(DELIMITER),
 }
-"""Hyperparameters by field name, small enough for short contexts.
+"""Hyperparameters by field name, small enough for short contexts; plain ones are in the YAML file.
 
 Values that a press does not allow are filtered out; fields that are not listed keep their defaults.
 """
@@ -307,10 +270,7 @@ def _is_taken(declared: Mapping[str, Any], value: Any) -> bool:
 
 def nestable_pairs() -> SearchStrategy[PressPair]:
     """Pairs of presses that may be nested, in any order."""
-    alone = {
-        *("ComposedPress", "FinchPress", "KVzapPress", "ExpectedAttentionStatsPress"),
-        *("KVComposePress", "PerLayerCompressionPress", "PrefillDecodingPress", *_WHILE_DECODING),
-    }
+    alone = {*_DATA["alone"], *_WHILE_DECODING}
     return press_pairs(
         *(
             name

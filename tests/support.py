@@ -216,18 +216,3 @@ def update(layer, *new):
     """Append `new` keys and values, as whoever attends over the layer does."""
     with reading(layer):
         return layer.update(*new)
-
-
-PIPELINE_PRESSES = {
-    "none": lambda p: None,
-    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=8),
-    "adakv": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=8)),
-    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4),
-    "rerotated": lambda p: p.KeyRerotationPress(p.KeyDiffPress(0.4)),
-    "channels": lambda p: p.ThinKPress(0.3, window_size=8, free_memory=True),
-    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=2, target_size=40),
-    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=40),
-    "dms": lambda p: p.DMSPress(p.RandomPress(seed=0), 0.3, sliding_window_size=8, decoding=True),
-    "kvzip": lambda p: p.KVzipPress(0.5),
-}
-"""By name, presses that compress a context in as many ways, from a package of them."""

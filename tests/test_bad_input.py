@@ -20,6 +20,7 @@ from press_core import (
     attention_sites,
     kept_lengths,
 )
+from tests.presses import listed
 from tests.support import (
     PACKAGES,
     assert_refused,
@@ -47,12 +48,7 @@ def test_ratio_outside_of_its_range(package, ratio, name):
         package.PRESSES[name](compression_ratio=ratio)
 
 
-WITHIN = {
-    "ada": lambda p: p.AdaKVPress(p.KnormPress(0.5)),
-    "knorm": lambda p: p.KnormPress(),
-    "decoding": lambda p: p.DecodingPress(p.KnormPress()),
-    "dms": lambda p: p.DMSPress(p.KnormPress(), 0.0),
-}
+WITHIN = listed("within")
 REFUSED = table_beside(__file__, "refusals")
 
 

@@ -10,6 +10,7 @@ import torch
 import hooks_impl
 from press_core import kept_lengths
 from press_core.learned.measured import HeadScores
+from tests.presses import listed
 from tests.support import both, context_for, example_for, filled, left_padded, make, ran, token_ids
 
 LENGTH, LAYERS, HEADS = 60, 2, 2
@@ -95,21 +96,7 @@ def duo(package):
     return package.DuoAttentionPress(0.5, head_scores=scores, sink_size=2, recent_size=7)
 
 
-def lazy(package):
-    return package.SimLayerKVPress(0.0, n_recent=9, n_initial=2)
-
-
-MEASURED = {
-    "a press": lambda p: p.KnormPress(0.5),
-    "adakv": lambda p: p.AdaKVPress(p.KnormPress(0.5)),
-    "chunks": lambda p: p.ChunkKVPress(p.KnormPress(0.5), chunk_length=5),
-    "rerotation, simlayer": lambda p: p.KeyRerotationPress(lazy(p)),
-    "simlayer, nested": lambda p: p.ComposedPress([p.KnormPress(0.5), p.ComposedPress([lazy(p)])]),
-    "knorm, dms": lambda p: p.ComposedPress(
-        [p.KnormPress(0.5), p.DMSPress(p.KeyDiffPress(), 0.0, sliding_window_size=5)]
-    ),
-    "duo": lambda p: p.ComposedPress([duo(p)]),
-}
+MEASURED = listed("measured") | {"duo": lambda p: p.ComposedPress([duo(p)])}
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -140,13 +127,7 @@ def test_ratios_of_composed_presses_multiply(package):
     assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {6}
 
 
-RATIOS = {
-    "AdaKVPress": lambda p, inner: p.AdaKVPress(inner),
-    "CriticalKVPress": lambda p, inner: p.CriticalKVPress(inner),
-    "PrefillDecodingPress": lambda p, inner: p.PrefillDecodingPress(inner),
-    "ComposedPress": lambda p, inner: p.ComposedPress([inner, p.KeyDiffPress(0.5)]),
-    "two deep": lambda p, inner: p.ChunkPress(p.CriticalKVPress(inner), chunk_length=25),
-}
+RATIOS = listed("ratios")
 
 
 @both
@@ -154,7 +135,7 @@ RATIOS = {
 def test_the_ratio_of_a_composition_can_be_set(package, name):
     """Of the press itself; none that it was made of changes."""
     inner, ids = package.KnormPress(0.5), token_ids(1, 50)
-    press, model = RATIOS[name](package, inner), make(num_layers=1)
+    press, model = RATIOS[name](package, inner=inner), make(num_layers=1)
     filled(model, press, ids)
     press.compression_ratio = 0.36
     assert press.compression_ratio == pytest.approx(0.36)

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
+from tests.presses import listed
 from tests.slow import Whole
 from tests.support import both, filled, forwards, held, left_padded, make, nested, ran, table_beside
 
@@ -54,21 +55,8 @@ def test_caches_in_turn_count_for_themselves(package):
 
 # ---- by the exact queries ------------------------------------------------------------------------
 
-BASES = {
-    "knorm": lambda p: p.KnormPress(),
-    "keydiff": lambda p: p.KeyDiffPress(),
-    "tova": lambda p: p.TOVAPress(),
-    "snapkv": lambda p: p.SnapKVPress(window_size=3, kernel_size=3),
-    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=3, kernel_size=3),
-}
-STEPS = {
-    "all queries": ((5, 20, 256), [30] + [1] * 12),
-    "the last three": ((4, 25, 3), [30] + [1] * 9),
-    "each step": ((1, 30, 1), [30, 1, 1, 1, 1]),
-    "questions": ((2, 24, 4), [30, 7, 1, 3, 3]),
-    "questions longer than the buffer": ((2, 24, 1), [30, 1, 7, 1, 3]),
-    "a short context": ((8, 27, 256), [25] + [1] * 16),
-}
+BASES = listed("bases")
+STEPS = table_beside(__file__, "tables")["steps"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import hooks_impl
 from attention_patch import headwise
 from experiments.testbed.families import supported_implementations
 from press_core import UnsupportedInputError, attention_sites, kept_positions
+from tests.presses import listed
 from tests.support import both, build, context_for, example_for, left_padded, nested, token_ids
 
 CONTEXT, TURNS = 60, (5, 1, 3)
@@ -178,17 +179,7 @@ def test_every_press(name, mask):
     assert differs(press, ids_for(name), [0], mask) < 1e-9
 
 
-HELD = {
-    "even": lambda p: p.SnapKVPress(0.5, window_size=4),
-    "uneven": lambda p: p.PyramidKVPress(0.5, window_size=4),
-    "by head": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=4)),
-    "by threshold": lambda p: p.DMSPress(p.KnormPress(), -4.0, sliding_window_size=8),
-    "nothing evicted": lambda p: p.KnormPress(0.0),
-    "at different times": lambda p: p.PrefillDecodingPress(
-        p.PerLayerCompressionPress(p.KnormPress(), [0.8, 0.2]),
-        p.DecodingPress(p.KnormPress(), 2, 24),
-    ),
-}
+HELD = listed("held")
 """A press for each way in which layers hold what is left."""
 
 

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 import hooks_impl
 from attention_patch import headwise
 from press_core import ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
+from tests.presses import listed
 from tests.support import (
     GREEDY,
     both,
@@ -21,8 +22,6 @@ from tests.support import (
     held,
     left_padded,
     make,
-    nested,
-    table_beside,
     token_ids,
 )
 
@@ -32,7 +31,7 @@ PADDING = [0, 13, 30]
 
 # ---- every press, and some of presses ------------------------------------------------------------
 
-EXTRA = table_beside(__file__, "kinds")
+EXTRA = listed("kinds")
 OPTIONS = {
     "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
     "KVComposePress, by head": ("KVComposePress", {"structured": False}),
@@ -55,7 +54,7 @@ prefilling_ways = pytest.mark.parametrize(
 
 def press_of(package, name, model):
     if name in EXTRA:
-        return eval(EXTRA[name], dict(package.PRESSES, nested=nested))
+        return EXTRA[name](package)
     made_of, fields = OPTIONS.get(name, (name, {}))
     return replace(example_for(package, made_of, 0.5, model), **fields)
 

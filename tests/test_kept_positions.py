@@ -22,7 +22,8 @@ from press_core import (
     save_cache,
 )
 from press_core.cache.caches import cache_nbytes, known
-from tests.support import PIPELINE_PRESSES, build, example_for, filled, left_padded
+from tests.presses import PIPELINE_PRESSES
+from tests.support import build, example_for, filled, left_padded
 
 LENGTH = 56
 IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice

@@ -29,7 +29,7 @@ from hooks_impl import (
     queries,
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
-from tests.support import both, build, filled, held, left_padded, ran, token_ids
+from tests.support import both, build, filled, held, left_padded, ran, table_beside, token_ids
 
 
 @dataclass
@@ -191,14 +191,7 @@ def test_names_that_scripts_import():
 
 @both
 def test_presses_are_what_they_are_in_kvpress(package):
-    for press, kind in (
-        ("PyramidKVPress", "SnapKVPress"),
-        ("ExpectedAttentionStatsPress", "ExpectedAttentionPress"),
-        ("CriticalKVPress", "ScorerPress"),
-        ("CAMPress", "DecodingPress"),
-        ("SnapKVPress", "ScorerPress"),
-        ("AdaKVPress", "BasePress"),
-    ):
+    for press, kind in table_beside(__file__, "tables")["subclasses"].items():
         assert issubclass(getattr(package, press), getattr(package, kind)), press
     press = package.CriticalKVPress(package.KnormPress(0.5))
     assert press.compression_ratio == 0.5

@@ -25,9 +25,9 @@ from press_core import (
 )
 from press_core.scoring import Wrapper
 from press_core.select import top_positions
+from tests.presses import PIPELINE_PRESSES
 from tests.support import (
     GREEDY,
-    PIPELINE_PRESSES,
     both,
     build,
     example_for,
@@ -35,6 +35,7 @@ from tests.support import (
     held,
     left_padded,
     ran,
+    table_beside,
     token_ids,
 )
 
@@ -255,15 +256,7 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
 
 
-NEVER_CALLED = {
-    "MergingPress": "merge",
-    "PyramidKVPress": "get_layer_budget",
-    "SnapKVPress": "compute_window_attention",
-    "ExpectedAttentionPress": "get_query_statistics",
-    "FinchPress": "score",
-    "SimLayerKVPress": "is_lazy",
-    "KVzipPress": "compress_post",
-}
+NEVER_CALLED = table_beside(__file__, "tables")["never_called"]
 
 
 @pytest.mark.parametrize(("name", "method"), NEVER_CALLED.items())

@@ -9,24 +9,10 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
 from press_core.running import static
+from tests.presses import listed
 from tests.support import GREEDY, both, build, filled, in_turn, left_padded, nested, token_ids
 
-PRESSES = {
-    "keys": lambda p: p.KnormPress(0.5),
-    "queries": lambda p: p.SnapKVPress(0.5, window_size=4),
-    "heads": lambda p: p.AdaKVPress(p.SnapKVPress(0.5, window_size=4)),
-    "layers": lambda p: p.PyramidKVPress(0.5, window_size=4),
-    "rerotated": lambda p: p.KeyRerotationPress(p.KnormPress(0.5)),
-    "decoding": lambda p: p.DecodingPress(p.KnormPress(), compression_interval=3, target_size=10),
-    "turns": lambda p: p.EveryTurnPress(p.KnormPress(), target_size=10),
-    "heavy hitters": lambda p: p.H2OPress(0.5),
-    "streaming": lambda p: p.StreamingLLMDecodingPress(max_capacity=12),
-    "heavy hitters of turns": lambda p: nested(
-        p.H2OPress(0.5), p.EveryTurnPress(p.KnormPress(), target_size=4)
-    ),
-    "streaming behind layers": lambda p: nested(PRESSES["layers"](p), PRESSES["streaming"](p)),
-    "layers in two scopes": lambda p: nested(p.KnormPress(0.0), PRESSES["layers"](p)),
-}
+PRESSES = listed("static")
 FORWARDS = 1, 1, 1, 1, 3, 1, 1
 """New tokens of the forwards after the context."""
 
@@ -110,28 +96,16 @@ def in_generate(package, name, padding, attention):
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "opened",
-    [
-        lambda p: [PRESSES["layers"](p), p.KnormPress(0.3)],
-        lambda p: [PRESSES["heads"](p), p.KnormPress(0.3)],
-        lambda p: [
-            p.EveryTurnPress(p.KnormPress(), target_size=24),
-            p.PerLayerCompressionPress(p.KnormPress(), [0.2, 0.5]),
-        ],
-        lambda p: [
-            p.PerLayerCompressionPress(p.KnormPress(), [0.0, 0.5]),
-            p.DecodingPress(p.KnormPress(), 99, 10),
-        ],
-        lambda p: [p.CompressionRatioDecodingPress(PRESSES["queries"](p), 2)],
-    ],
-)
+AT_DIFFERENT_TIMES = listed("static at different times")
+
+
+@pytest.mark.parametrize("name", AT_DIFFERENT_TIMES)
 @pytest.mark.parametrize("n_hidden", [0, 3])
-def test_layers_that_were_pruned_at_different_times(package, opened, n_hidden):
+def test_layers_that_were_pruned_at_different_times(package, name, n_hidden):
     """Buffers may be as long as one another, and filled to other slots."""
     model, logits = build("llama", dtype=torch.float64), []
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=110)):
-        with nested(*opened(package))(model):
+        with AT_DIFFERENT_TIMES[name](package)(model):
             for n, seed in ((40, 0), (8, 1), (3, 2), (3, 3), (1, 4), (1, 5)):
                 mask = torch.ones(1, cache.get_seq_length() + n, dtype=torch.long)
                 mask[:, : n_hidden * (n == 1)] = 0

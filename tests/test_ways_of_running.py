@@ -11,10 +11,10 @@ from transformers import DynamicCache
 from attention_patch import headwise
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
+from tests.presses import PIPELINE_PRESSES, listed
 from tests.support import (
     GREEDY,
     IS_5_2,
-    PIPELINE_PRESSES,
     both,
     build,
     context_for,
@@ -250,31 +250,22 @@ def test_continuous_batching_is_refused(package):
         handle.remove()
 
 
-ACTS = {  # with a ratio, and not without
-    "by ratio": lambda p, ratio: p.KnormPress(ratio),
-    "lazy": lambda p, ratio: p.SimLayerKVPress(1 - ratio, n_recent=9),
-    "by head": lambda p, ratio: p.ComposedPress([p.DuoAttentionPress(ratio, True, None, 2, 7)]),
-    "channels": lambda p, ratio: p.ThinKPress(ratio),
-    "by chunk": lambda p, ratio: p.BlockPress(p.KnormPress(ratio), 16),
-    "by a replay": lambda p, ratio: p.KVzipPress(ratio, prompts=PROMPTS),
-    "by layer": lambda p, ratio: p.PerLayerCompressionPress(p.KnormPress(), [0.1, 0.8]).with_budget(
-        LENGTH + 5 - int(20 * ratio)
-    ),
-}
+ACTS = listed("acting")
 
 
 @both
 @pytest.mark.parametrize("name", ACTS)
 def test_a_scope_that_came_after_the_context_says_so(package, name):
     """If it would have evicted any of it; it then refuses draft tokens beside a context, too."""
-    model, ids, press = make(), token_ids(1, LENGTH), ACTS[name](package, 0.5)
+    model, ids = make(), token_ids(1, LENGTH)
+    press, idle = (ACTS[name](package, ratio=ratio, prompts=PROMPTS) for ratio in (0.5, 0.0))
     cache, handle = filled(model, None, ids), press.register(model)
     model(token_ids(1, 3), past_key_values=cache)
     with pytest.warns(RuntimeWarning, match=rf"{type(press).__name__}.*before"):
         handle.remove()
     with press(model), pytest.raises(UnsupportedInputError, match="draft"):
         model.generate(ids, prompt_lookup_num_tokens=3, **GENERATE)
-    assert not ACTS[name](package, 0.0).acts_on(LENGTH)
+    assert not idle.acts_on(LENGTH)
 
 
 @both

@@ -1,15 +1,16 @@
 """Presses made of presses, and those that prune in a way of their own, against slow references."""
 
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from press_core import ScopeError, UnsupportedInputError, attention_sites
+from tests.presses import listed
 from tests.slow import INF, best, choices, cosines, norms, queries_and_keys, snapkv
-from tests.support import both, filled, held, left_padded, make, rotating, table_beside, token_ids
+from tests.support import both, filled, held, left_padded, make, nested, rotating, token_ids
 from tests.twins import contents, same
 
 LENGTH = 60
@@ -75,14 +76,14 @@ def test_what_presses_of_presses_keep(package, family, name):
         assert kept == choices(states, choose)
 
 
-PAIRS = table_beside(__file__, "pairs")
+PAIRS = listed("pairs")
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name):
     """However deep they are composed, and of padded rows; of scopes the inner one acts first."""
     model, question = make(), token_ids(2, 3, seed=1)
-    first, second = (eval(text, dict(package.PRESSES)) for text in PAIRS[name])
+    first, second = PAIRS[name](package)
     ids, mask, positions = left_padded(2, LENGTH, [11, 0])
     more, found = torch.cat((mask, torch.ones_like(question)), dim=1), []
     for scopes in (
@@ -91,9 +92,7 @@ def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name)
         [second, first],
     ):
         cache = DynamicCache(config=model.config)
-        with ExitStack() as stack:
-            for press in scopes:
-                stack.enter_context(press(model))
+        with nested(*scopes)(model):
             model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
             logits = model(question, past_key_values=cache, attention_mask=more).logits
         found.append((cache, logits))
@@ -106,18 +105,7 @@ def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name)
 
 # ---- chunks --------------------------------------------------------------------------------------
 
-CHUNKED = {
-    "knorm": lambda p: p.KnormPress(0.5),
-    "keydiff": lambda p: p.KeyDiffPress(0.5),
-    "snapkv": lambda p: p.SnapKVPress(0.5, window_size=6),
-    "pyramid": lambda p: p.PyramidKVPress(0.5, window_size=4, kernel_size=3),
-    "tova": lambda p: p.TOVAPress(0.5),
-    "observed": lambda p: p.ObservedAttentionPress(0.5),
-    "expected": lambda p: p.ExpectedAttentionPress(0.5, n_future_positions=9),
-    "lagkv": lambda p: p.LagKVPress(0.5, lag_size=4),
-    "streaming": lambda p: p.StreamingLLMPress(0.5),
-    "critical": lambda p: p.CriticalKVPress(p.SnapKVPress(0.5, window_size=6)),
-}
+CHUNKED = listed("chunked")
 
 
 @pytest.mark.parametrize(

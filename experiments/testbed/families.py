@@ -9,15 +9,8 @@ from experiments import data_of
 
 VOCABULARY = 128
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 4096,
-}
-_SPECIAL: dict[str, dict[str, Any]] = data_of(__file__)
-FAMILIES = tuple(_SPECIAL)
+_DATA: dict[str, dict[str, Any]] = data_of(__file__)
+FAMILIES = tuple(_DATA["families"])
 """`model_type` of every tested architecture."""
 
 NO_ROPE = frozenset({"gpt2"})
@@ -28,12 +21,7 @@ HYBRID = frozenset({"gemma2", "gemma3_text", "gpt_oss"})
 
 def supported_implementations(family: str) -> tuple[str, ...]:
     """Attention implementations that `transformers` supports for a family on any machine."""
-    return {
-        "gemma2": ("eager", "flex_attention"),  # sdpa does not support softcapped logits
-        "gpt_oss": ("eager",),  # sdpa supports no learned sinks, flex only on a GPU
-        "gpt2": ("eager", "sdpa"),
-        "stablelm": ("eager", "sdpa"),
-    }.get(family, ("eager", "sdpa", "flex_attention"))
+    return tuple(_DATA["implementations"].get(family, ("eager", "sdpa", "flex_attention")))
 
 
 def build(
@@ -63,13 +51,14 @@ def build(
         more["layer_types"] = ["sliding_attention", "full_attention"] * num_layers
     config = AutoConfig.for_model(
         family,
-        **_COMMON,
+        **_DATA["common"],
+        vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=2 * width,
         num_attention_heads=num_heads,
         head_dim=head_dim,
         num_hidden_layers=num_layers * (2 if hybrid else 1),
-        **_SPECIAL[family],
+        **_DATA["families"][family],
         **more,
     )
     with torch.random.fork_rng(devices=[]):

@@ -3,7 +3,7 @@
 import torch
 
 from experiments.testbed.facts import draw
-from tests.support import PIPELINE_PRESSES
+from tests.presses import PIPELINE_PRESSES
 
 PRESSES = {**PIPELINE_PRESSES, "finch": lambda p: p.FinchPress(0.4)}
 

@@ -7,7 +7,7 @@ import pytest
 from experiments import load_experiments
 from experiments.claim import measured_again
 from experiments.framework.experiment import Claim, Finding
-from tests.experiments.tiny import Options, cli, study, tiny
+from tests.experiments.tiny import CASES, Options, cli, study, tiny
 
 
 def findings(tables):
@@ -32,16 +32,7 @@ def claim(registered, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("again", "within", "word", "status"),
-    [
-        (1234.5, 0, "agrees", 0),
-        (1234.6, 0, "differs", 1),
-        (1234.6, 0.1, "agrees", 0),
-        (1234.7, 0.1, "differs", 1),
-        (-1234.5, 1, "differs", 1),
-    ],
-)
+@pytest.mark.parametrize(("again", "within", "word", "status"), CASES["agreeing"])
 def test_both_numbers_are_told(claim, again, within, word, status):
     result = claim("weight-grams", again=again, within=within)
     assert result.exit_code == status, result.output

@@ -12,8 +12,9 @@ from experiments import UserError
 from experiments.pipeline import TASK, ContextAnswerer, SavedContext
 from experiments.testbed.facts import draw
 from press_core import CacheFileError, about_cache, save_cache
-from tests.experiments.tiny import cli, refused, succeeded
-from tests.support import PIPELINE_PRESSES, in_turn, snapshot
+from tests.experiments.tiny import CASES, cli, refused, succeeded
+from tests.presses import PIPELINE_PRESSES
+from tests.support import in_turn, snapshot
 
 MODEL = "facts-llama"
 ACT_LATER = {"decoding", "streaming", "dms"}
@@ -134,16 +135,10 @@ def test_compress_and_ask(tmp_path):
     assert done.stdout.splitlines() == ["tea", "lamp"]
 
 
-@pytest.mark.parametrize(
-    ("press", "evicted", "said"),
-    [
-        ([], 0.5, []),
-        (["--press", "KnormPress"], 0.0, ["--ratio 0.5"]),
-        (["--press", "SnapKVPress(0.5, window_size=100)"], 0.0, ["short"]),
-        (["--press", "StreamingLLMDecodingPress"], 0.0, ["while decoding"]),
-    ],
-    ids=["half", "nothing", "too_short", "later"],
-)
+COMPRESSED = CASES["compressed"]
+
+
+@pytest.mark.parametrize(("press", "evicted", "said"), COMPRESSED.values(), ids=COMPRESSED)
 def test_a_text_from_standard_input_loses_half_if_nothing_is_said(tmp_path, press, evicted, said):
     path, text = tmp_path / "a", "river alice tea " + "meadow march " * 40
     done = succeeded("compress", "--output", path, *press, input=text)

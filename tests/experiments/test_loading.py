@@ -15,7 +15,7 @@ from experiments.answers.settings import Settings
 from experiments.loading import SHIPPED, ModelNotFoundError, load_model, short_name
 from experiments.questions import equivalence
 from experiments.testbed.facts import build_tokenizer
-from tests.experiments.tiny import saved
+from tests.experiments.tiny import CASES, saved
 from tests.support import build
 
 
@@ -89,14 +89,7 @@ def test_a_path_that_holds_no_model_is_not_looked_for_on_the_hub(name, monkeypat
     assert Path(name).name in str(no.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("config.json", "{", "config"),
-        ("config.json", '{"model_type": "lama"}', "`lama`"),
-        ("model.safetensors", "{", "header"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "words"), CASES["broken"])
 def test_a_broken_model_is_not_said_to_be_missing(folder, tmp_path, name, content, words):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(content)

@@ -10,7 +10,7 @@ from experiments import UserError
 from experiments.framework.manifest import MANIFEST, read_manifest
 from experiments.framework.report import write_report
 from experiments.framework.results import read_parts
-from tests.experiments.tiny import Options, cli, refused, study, tiny
+from tests.experiments.tiny import CASES, Options, cli, refused, study, tiny
 
 
 def counted(name, ran, x, error=None):
@@ -159,15 +159,7 @@ def test_nothing_is_written_through_a_link(tmp_path, name):
     assert victim.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *({"tables": [name]} for name in ("../victim/data", "/etc/passwd", "a/../../victim")),
-        *({"tables": [name]} for name in ("notes", "", "a\u0000", "a\n", 7)),
-        *({"figures": figures} for figures in ({"../victim/data": "It."}, ["a"])),
-        *({"tables": "a"}, {"seconds": -1.0}, {"seconds": "long"}, {"error": 3}, [], None),
-    ],
-)
+@pytest.mark.parametrize("entry", CASES["entries"])
 def test_a_manifest_names_nothing_but_files_of_its_experiments(tmp_path, entry, ran):
     folder, victim = tmp_path / "study", tmp_path / "victim"
     study(three([]), folder)

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS
-from tests.experiments.tiny import cli, saved
+from tests.experiments.tiny import CASES, cli, saved
 from tests.support import table_beside
 
 
@@ -30,15 +30,7 @@ def run(folder):
 OWN = "tests.experiments.test_equivalence"
 """Where presses of a user's own are."""
 
-SMALL = {
-    "error": "--samples 2 --context 128",
-    "streaming": "--model TINY --text TINY/text.txt",
-    "quality": "--context 32 --facts 4 --samples 2",
-    "overhead": "--model TINY --context 80 --rounds 2 --no-compiled --no-kvpress",
-    "throughput": "--model TINY --no-kvpress --rounds 1 --tokens 1 --context 128,64",
-    "headwise": "--facts 2 --samples 2 --context 64 --rounds 1 --ratio 0.5",
-    "trace": "--model llama",
-}
+SMALL = CASES["small"]
 WRONG = table_beside(__file__, "wrong_commands")
 RUNS = table_beside(__file__, "commands")
 

@@ -6,7 +6,7 @@ import pytest
 
 from experiments import UserError
 from experiments.framework.readme import blocks, fill
-from tests.experiments.tiny import BROKEN, ONE, TWO, cli, note, refused, study
+from tests.experiments.tiny import BROKEN, CASES, ONE, TWO, cli, note, refused, study
 
 README = """# Title
 
@@ -72,34 +72,14 @@ def test_readme_command(site):
     assert stale.stderr.startswith("docs/deep/one.md does not show what results holds\n")
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"commit": "1" * 40}, "the commit of two is '1111"),
-        ({"versions": {"torch": "1.0"}}, "the versions of two is"),
-        ({"options": "Options(last=9)"}, "the options of two is"),
-        ({"note": "by hand"}, "the note of two is 'by hand'"),
-        ({"figures": {}}, "two.svg "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "words"), CASES["mixed"])
 @pytest.mark.usefixtures("site")
 def test_results_of_more_than_one_run_fail_the_check(folder, changed, words):
     note(folder, "two", **changed)
     assert words in refused("readme", "--check")
 
 
-IN_TURN = "closed in turn"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("<!-- table: three -->\n<!-- /table -->", "'three'; there are answers"),
-        ("\n<!-- table: one-mean -->\n", IN_TURN),
-        ("<!-- /table -->", IN_TURN),
-        ("<!-- table: one-mean -->\n<!-- table: two-mean -->\n<!-- /table -->", IN_TURN),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), CASES["markers"])
 def test_wrong_markers_are_refused(finished, text, words):
     with pytest.raises(UserError, match=words):
         fill(text, blocks(finished, [ONE, TWO]))

@@ -10,6 +10,7 @@ from experiments.testbed.compare import Inputs
 from experiments.testbed.recipes import DELIMITER, PROMPTS, press_name, recipe_pair, suited_pair
 from press_core import kept_lengths
 from press_core.learned.calibration import Calibration
+from tests.experiments.tiny import CASES
 from tests.support import build, ran
 
 MODEL = "facts-llama"
@@ -47,17 +48,7 @@ def test_defaults_stay_where_contexts_are_long_enough_and_results_repeat():
     assert recipe_pair("RandomPress", 0.5, LENGTH).hook.seed is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("ExpectedAttentionStatsPress", "stats"),
-        ("QFilterPress", "filters"),
-        ("KVzapPress", "regressor"),
-        ("FastKVzipPress", "gates"),
-        ("LUKVPress", "curves"),
-        ("DuoAttentionPress", "head_scores"),
-    ],
-)
+@pytest.mark.parametrize(("name", "field"), CASES["learned"].items())
 def test_what_was_learned_is_found_or_made_up(name, field, model):
     for press in suited_pair(name, 0.5, LENGTH, model):
         assert getattr(press, field) is None, "it lies beside the model"

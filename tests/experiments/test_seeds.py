@@ -8,9 +8,7 @@ import pytest
 from experiments.framework.experiment import Evidence, Experiment, Finding
 from experiments.framework.results import read_table
 from experiments.questions import seeds
-from tests.experiments.tiny import succeeded
-
-NAN = float("nan")
+from tests.experiments.tiny import CASES, succeeded
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,7 @@ def test_experiments_are_run_from_each_seed(monkeypatch, tmp_path):
     assert all(said in shown for said in ("1 of 2 findings with an interval stay", "42 [37, 47]"))
 
 
-@pytest.mark.parametrize(
-    ("numbers", "low", "high", "holds"),
-    [
-        ((2, 2, 3), 1, 3, "yes"),  # to the very end
-        ((2, 3.5, 2), 1, 3, "no"),
-        ((2, 0.9, 2), 1, 3, "no"),
-        ((2, 2, 2), NAN, NAN, "-"),
-    ],
-)
+@pytest.mark.parametrize(("numbers", "low", "high", "holds"), CASES["holding"])
 def test_a_finding_holds_if_it_stays_in_the_first_interval(numbers, low, high, holds):
     wide = [(low, high), (-9, 9), (-9, 9)]
     rows = [

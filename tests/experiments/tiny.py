@@ -26,6 +26,7 @@ from tests.support import build, table_beside
 COMMIT = "0" * 40
 SILENT = progress_bar(disable=True)
 REFUSED = table_beside(__file__, "refusals")
+CASES = table_beside(__file__, "cases")
 
 
 @dataclass(frozen=True)

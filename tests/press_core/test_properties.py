@@ -12,8 +12,6 @@ import patch_impl
 from press_core import AttentionCall, HyperparameterError, formulas
 from press_core.attention import window_attention
 from press_core.budget import n_kept
-from press_core.learned.kvzap import KVzap
-from press_core.learned.measured import ExpectedAttentionWithStats, QFilter
 from press_core.observed import Positions, Query
 from press_core.presses.keys import leverage_scores, non_causal_scores, sketch
 from press_core.presses.queries import similarity
@@ -24,28 +22,8 @@ from tests.support import table_beside
 LENGTH = 23
 OUT_OF_RANGE = table_beside(__file__, "out_of_range")
 PRESSES = {
-    "random": (formulas.Random(0.5, seed=0), None),
-    "knorm": (formulas.Knorm(0.5), None),
-    "streaming_llm": (formulas.StreamingLLM(0.5, n_sink=4), None),
-    "snapkv": (formulas.SnapKV(0.5, window_size=6, kernel_size=5), None),
-    "tova": (formulas.TOVA(0.5), None),
-    "observed_attention": (formulas.ObservedAttention(0.5), None),
-    "expected_attention": (formulas.ExpectedAttention(0.5, n_future_positions=9), None),
-    "keydiff": (formulas.KeyDiff(0.5), None),
-    "lagkv": (formulas.LagKV(0.5, n_sink=3, lag_size=4), None),
-    "leverage": (formulas.LeverageScore(0.5, sketch_dimension=5), None),
-    "leverage of a wide sketch": (formulas.LeverageScore(0.5), None),
-    "non-causal attention": (formulas.NonCausalAttn(0.5, chunk_size=4), None),
-    "compactor": (formulas.Compactor(0.3, 3, 2, chunk_size=4, sketch_dimension=5), None),
-    "cur": (formulas.CUR(0.5), None),
-    "cur of random channels": (formulas.CUR(0.5, use_random_leverage=True), None),
-    "cap": (formulas.Cap(0.5, n_future_positions=9), None),
-    "dropkv": (formulas.DropKV(0.5, window_size=4), None),
-    "rkv": (formulas.RKV(0.5, window_size=4), None),
-    "filters": (QFilter(0.5), FITS["filters"]),
-    "stats": (ExpectedAttentionWithStats(0.5, n_future_positions=9), FITS["stats"]),
-    "linear": (KVzap(0.5), FITS["linear"]),
-    "mlp": (KVzap(0.5), FITS["mlp"]),
+    name: (eval(text, vars(formulas)), FITS.get(name))
+    for name, text in table_beside(__file__, "formulas").items()
 }
 """By name, a press of each formula, and what it has learned."""
 of_every_formula = pytest.mark.parametrize("name", PRESSES)

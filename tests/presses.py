@@ -1,0 +1,15 @@
+"""Presses that tests have listed in `presses.yaml`."""
+
+from tests.support import nested, table_beside
+
+
+def listed(section):
+    """What makes each press of a section, by its name, from a package, given what else it names."""
+
+    def maker(text):
+        return lambda package, **given: eval(text, {**package.PRESSES, "nested": nested, **given})
+
+    return {name: maker(text) for name, text in table_beside(__file__, "presses")[section].items()}
+
+
+PIPELINE_PRESSES = listed("pipeline")
