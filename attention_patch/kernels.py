@@ -253,7 +253,7 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     states = _rows(layer, query)
     n, rows, d = states.shape
     attended: Any = varlen_attn(
-        states.reshape(-1, 1, d),
+        states.reshape(-1, 1, d).to(layer.keys.dtype),
         layer.keys.view(-1, 1, d),
         layer.values.view(-1, 1, layer.values.shape[-1]),
         torch.arange(0, n * rows + 1, rows, dtype=torch.int32, device=states.device),
@@ -284,7 +284,8 @@ KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, 
 
 def _rows(layer: RaggedLayer, query: Query) -> Tensor:
     batch, _, _, d = query.states.shape
-    return query.states.reshape(batch * layer.n_heads, -1, d).to(layer.keys.dtype)
+    # Logits of 16 bits would lose what tells tokens apart, where they are large.
+    return upcast(query.states.reshape(batch * layer.n_heads, -1, d).to(layer.keys.dtype))
 
 
 def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> Tensor:
@@ -307,7 +308,8 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
     Args:
         states: of the queries of each reading, times the query's factor, `(P, G * q, d)`.
     """
-    old = query.logits(_products(layer, states, layer.keys.mT), unit).add_(layer.blocks.hidden)
+    products = _products(layer, states, upcast(layer.keys).mT)
+    old = query.logits(products, unit).add_(layer.blocks.hidden)
     if query.visible is None or not query.masks_context(layer):
         return old
     visible = by_kv_head(query.visible[..., : layer.kept.n_seen], layer.n_heads)
@@ -328,7 +330,7 @@ def _recent_logits(
         states: of the queries, times their factor, `(N, G * q, d)`.
         keys: `(N, n_recent, d)`.
     """
-    logits = query.logits(torch.bmm(states, keys.mT), unit)
+    logits = query.logits(torch.bmm(states, upcast(keys).mT), unit)
     if query.visible is None:
         return logits
     n = keys.shape[1]

@@ -22,6 +22,7 @@ from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
 from press_core.running.compiled import runs_eagerly
 from press_core.scope import InstalledPress, Scope, ScopeState
+from press_core.select import upcast
 from press_core.traits import Evicts, Phase
 
 
@@ -31,15 +32,18 @@ def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) ->
     Queries are reduced to the channels of the pruned keys and scaled for the full head_dim, so the
     logits equal those of keys with zeros in the evicted channels.
     """
-    grouped = queries.states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
+    states = upcast(queries.states)
+    grouped = states.unflatten(1, (layer.channels.shape[1], -1))  # (B, H_kv, G, q, d)
     index = layer.channels[:, :, None, None].expand(*grouped.shape[:-1], -1)
-    old = grouped.gather(-1, index).to(layer.keys.dtype) @ layer.keys.unsqueeze(2).mT
-    recent = grouped @ layer.recent_keys.unsqueeze(2).mT
+    old = grouped.gather(-1, index) @ upcast(layer.keys).unsqueeze(2).mT
+    recent = grouped @ upcast(layer.recent_keys).unsqueeze(2).mT
     logits = queries.logits(torch.cat((old, recent), dim=-1) * queries.factor())
     if queries.visible is not None:  # covers all tokens, or the last ones only
         visible = by_kv_head(queries.visible, layer.channels.shape[1])
         logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     weights = softmax_with_sinks(logits, queries.sinks)
+    if queries.visible is not None:  # the mask may hide all tokens from a query
+        weights = weights.nan_to_num(0)
     return (weights.to(layer.values.dtype) @ layer.values.unsqueeze(2)).flatten(1, 2)
 
 

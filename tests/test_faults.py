@@ -145,3 +145,16 @@ def test_every_head_keeps_its_share_beside_infinite_scores(package):
     press = package.AdaKVPress(scoring(package, change, 0.7), alpha_safeguard=0.5)
     cache = filled(build("llama"), press, token_ids(1, 20))
     assert all(int(n.min()) >= 3 for n in kept_lengths(cache))
+
+
+@pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
+def test_values_of_zeros_do_not_keep_what_is_to_be_evicted_first(package, name):
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data.zero_()
+
+    def change(scores):
+        return scores.masked_fill(torch.arange(20) % 2 == 0, -float("inf"))
+
+    cache = filled(model, getattr(package, name)(scoring(package, change, 0.5)), token_ids(1, 20))
+    assert held(cache) == [[[list(range(1, 20, 2))] * 2]] * len(cache.layers)

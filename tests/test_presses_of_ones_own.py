@@ -468,6 +468,35 @@ def test_evictions_that_do_not_fit_what_came_before():
             filled(model, press, ids, attention_mask=mask, position_ids=positions)
 
 
+@pytest.mark.parametrize("padding", [[0, 5], [5, 0]])
+def test_a_window_of_the_first_head_that_slides_evicts_no_token_of_another(package, padding):
+    """Also where it is longer than the context of a row."""
+
+    class Sliding(package.BasePress):
+        evicts, phases = Evicts.PER_HEAD, Phase.PREFILL | Phase.DECODING
+
+        def compress(self, call):
+            new = torch.zeros_like(call.keys[..., 0])
+            known = torch.cat((call.carried.get("any", new[..., :0]), new), dim=-1)
+            late = torch.zeros_like(known[..., :-4], dtype=torch.bool)
+            late[:, 0], carried = True, {"any": known[..., late.shape[-1] :]}
+            if call.when.decoding:
+                return Eviction.late(call, late, carried)
+            stays = torch.ones_like(known, dtype=torch.bool)
+            stays[..., : late.shape[-1]] = ~late
+            return Eviction.keep_per_head(call, stays, carried)
+
+    ids, mask, positions = left_padded(2, 12, padding)
+    model, cache = build("llama"), None
+    for end in range(6, 13):
+        part = slice(0 if cache is None else end - 1, end)
+        more = {"attention_mask": mask[:, :end], "position_ids": positions[:, part]}
+        cache, _ = ran(model, Sliding(), [ids[:, part]], cache, **more)
+    for layer in held(cache):
+        for row, first in zip(layer, padding, strict=True):
+            assert row == [[8, 9, 10, 11], list(range(first, 12))]
+
+
 def test_a_press_that_says_nothing_of_a_ratio_may_evict_anything():
     class Half(patch_impl.BasePress):
         def compress(self, call):

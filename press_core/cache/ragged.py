@@ -249,14 +249,16 @@ class RaggedLayer(InPlaceLayer):
         """Evict some of the last tokens of each head.
 
         Args:
-            evicted: `(B, H_kv, m)` bool, which of the last `m` tokens.
+            evicted: `(B, H_kv, m)` bool, which of the last `m` tokens; a head may hold fewer.
             real: see `Kept`.
         """
         (keys, values, positions), counts = self.tokens(), self.counts
-        ends, width = torch.tensor(counts, device=self.device).cumsum(0), evicted.shape[-1]
+        lengths, width = torch.tensor(counts, device=self.device), evicted.shape[-1]
+        ends = lengths.cumsum(0)
         index = ends[:, None] - width + torch.arange(width, device=self.device)
+        exists = index >= (ends - lengths)[:, None]
         left = torch.ones(sum(counts), dtype=torch.bool, device=self.device)
-        left[index[evicted.flatten(0, 1)]] = False
+        left[index[evicted.flatten(0, 1) & exists]] = False
         held = [int(part.sum()) for part in left.split(counts)]
         self.kept = Kept(n_seen=self.n_seen, real=real)
         self.recent = no_recent(self.recent.keys, self.recent.values, self.recent)

@@ -149,17 +149,22 @@ def leverage_scores(keys: Tensor, sketch_dimension: int, layer_idx: int) -> Tens
     sketched = keys @ (projection / sketch_dimension**0.5)
     sketched -= sketched.mean(dim=2, keepdim=True)  # after the sketch: fewer channels
     del keys  # frees a tensor as large as the layer's keys
-    gram = sketched.mT @ sketched  # (B, H_kv, s, s)
-    identity = torch.eye(sketch_dimension, device=gram.device, dtype=gram.dtype)
-    factor, failed = torch.linalg.cholesky_ex(gram + _RIDGE * identity)
+    factor, identity = ridge_root(sketched.mT @ sketched, _RIDGE)
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+    return standardised((sketched @ inverse.mT).square_().sum(dim=-1))
+
+
+def ridge_root(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Cholesky factor of a Gram matrix `(..., d, d)` plus `ridge` times the identity, and that."""
+    identity = torch.eye(gram.shape[-1], device=gram.device, dtype=gram.dtype)
+    factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)  # passes NaN on
     if failed.any():
-        # For large keys of low rank, the ridge vanishes in the rounding error of the Gram matrix,
+        # For large states of low rank, the ridge vanishes in the rounding error of the Gram matrix,
         # which is proportional to its trace.
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
         more = (failed > 0) * 64 * torch.finfo(gram.dtype).eps * trace
-        factor, _ = torch.linalg.cholesky_ex(gram + (_RIDGE + more)[..., None, None] * identity)
-    inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-    return standardised((sketched @ inverse.mT).square_().sum(dim=-1))
+        factor, _ = torch.linalg.cholesky_ex(gram + (ridge + more)[..., None, None] * identity)
+    return factor, identity
 
 
 def sketch(shape: tuple[int, ...], layer_idx: int, like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 from press_core.attention import mean_attention, received_attention, window_attention
 from press_core.call import AttentionCall
 from press_core.fields import count, limited, number, odd, share
+from press_core.presses.keys import ridge_root
 from press_core.scoring import RatioScorer
 from press_core.select import protect, trailing, upcast, with_ends
 from press_core.tiles import rows_at_once
@@ -376,8 +377,7 @@ def weighted_leverage(values: Tensor, weights: Tensor, epsilon: float) -> Tensor
     leverages = []
     for of_head in weights.unbind(dim=2):  # one by one, as each needs a weighted copy of values
         weighted = values * (of_head + epsilon).unsqueeze(-1)
-        identity = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
-        root, _ = torch.linalg.cholesky_ex(identity + weighted.mT @ values)  # passes NaN on
+        root, _ = ridge_root(weighted.mT @ values, 1.0)
         solved = torch.linalg.solve_triangular(root, values.mT, upper=False)  # (B, H_kv, d, S)
         leverages.append(of_head * solved.square().sum(dim=-2))
     return torch.stack(leverages, dim=2)

@@ -88,7 +88,8 @@ class Critical(ReadingStates):
         """
         first = best_first(scores, n_first)
         norms = projected_norms(call, leaving_out=first)
-        weighted = ((scores + self.epsilon) * norms).masked_fill(first, 0)  # infinite ones, too
+        weighted = ((scores + self.epsilon) * norms).where(scores.isfinite(), scores)
+        weighted = weighted.masked_fill(first, 0)  # infinite ones, too
         low = scores.masked_fill(scores == -torch.inf, torch.inf).amin(dim=(1, 2), keepdim=True)
         high = scores.masked_fill(scores == torch.inf, -torch.inf).amax(dim=(1, 2), keepdim=True)
         share = ((scores - low) / (high - low)).clamp(0, 1)  # also of infinite ones

@@ -181,6 +181,18 @@ def test_precision(kind, dtype, n_queries):
     assert_equal(output, slowly(case))
 
 
+@kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_logits_are_not_rounded_to_16_bits(kind, dtype):
+    """Those of a model whose queries and keys have large biases, such as Qwen2."""
+    case = of_kind(kind, dtype=dtype)
+    recent = case.layer.recent_keys if kind == "channels" else case.layer.recent.keys
+    for states in (case.query, case.layer.keys, recent):
+        states += 8
+    case = case._replace(whole=case.layer.states() if kind == "channels" else None)
+    assert_equal(run(None, case), slowly(case))
+
+
 def test_what_lies_in_empty_slots_is_not_read():
     case = example(n_queries=3)
     expected, layer = run(None, case), case.layer
@@ -210,8 +222,9 @@ def test_masks(kind, of_all, rows, heads, n_queries):
     assert_equal(run(None, case, mask), slowly(case, seen=seen.expand(2, 4, -1, -1)))
 
 
-def test_a_query_that_sees_nothing_gets_zeros():
-    case = example(n_queries=2)
+@kinds
+def test_a_query_that_sees_nothing_gets_zeros(kind):
+    case = of_kind(kind, n_queries=2)
     seen = causal(2, case.layer.n_seen, case.query.device).repeat(2, 1, 1, 1)
     expected = run(None, case)
     seen[1, :, 0] = False

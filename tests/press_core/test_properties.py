@@ -14,7 +14,7 @@ from press_core.attention import window_attention
 from press_core.budget import n_kept
 from press_core.observed import Positions, Query
 from press_core.presses.keys import leverage_scores, non_causal_scores, sketch
-from press_core.presses.queries import similarity
+from press_core.presses.queries import similarity, weighted_leverage
 from press_core.select import top_positions
 from tests.press_core.drawn import BATCH, DIM, FITS, GROUP, KV, KV_HEADS, Prepared, drawn_call, site
 from tests.support import table_beside
@@ -256,13 +256,15 @@ def test_a_call_that_another_press_has_pruned_is_scored_over_what_is_left(same_h
 
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e7])
 @pytest.mark.parametrize("length", [3, 60, 3000])
-def test_leverage_stands_keys_of_low_rank_however_large(length, size):
+def test_leverage_stands_states_of_low_rank_however_large(length, size):
     for rank in (1, 2):
         generator = torch.Generator().manual_seed(rank)
         along = torch.randn(1, 2, length, rank, generator=generator)
         keys = size * (along @ torch.randn(1, 2, rank, 64, generator=generator) + 1000)
         for width in (2, 48):
             assert leverage_scores(keys, width, 0).isfinite().all()
+        weights = torch.rand(1, 2, 1, length, generator=generator)
+        assert weighted_leverage(keys, weights, 1e-6).isfinite().all()
 
 
 def test_leverage_works_without_rope():
