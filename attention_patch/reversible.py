@@ -68,11 +68,11 @@ class _Stack:
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
+        wrapped = getattr(owner, name)  # a `cached_property` comes into the `__dict__` with this
         self.original = vars(owner).get(name, _MISSING)
         self.patches: tuple[Patch, ...] = ()
         self.is_method = type(_inherited(type(owner), name, None)) is FunctionType
         # For a class the unbound attribute: wrapt binds it at each call.
-        wrapped = getattr(owner, name)
         self.wrapped = _inherited(owner, name, wrapped) if isinstance(owner, type) else wrapped
         self.wrapper = _Wrapper(self.wrapped, self.run)
         self.wrapper._self_stack = self
@@ -170,13 +170,20 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
 
     Raises:
         AttributeError: if there is no such attribute.
-        TypeError: if attributes of the object cannot be set.
+        TypeError: if the attribute cannot be set, or is not stored in the `__dict__` of the object:
+            a child module, a slot, or a property with a setter.
     """
     with _lock:
         stack = _stack_of(vars(owner).get(name), owner, name)
         if stack is None:
             stack = _Stack(owner, name)
             setattr(owner, name, stack.wrapper)
+            if vars(owner).get(name) is not stack.wrapper:
+                setattr(owner, name, stack.wrapped)
+                raise TypeError(
+                    f"{name!r} of a {type(owner).__name__} is a child module, a slot or property; "
+                    "patch a method of what it holds instead, such as the `forward` of a module"
+                )
         if isinstance(owner, nn.Module):
             vars(owner).setdefault("__reduce_ex__", _CleanReduce(owner))
         if (copies := _copies_of(owner)) and stack not in copies.stacks:
@@ -235,9 +242,11 @@ class _CleanReduce:
     def __call__(self, protocol: Any) -> Any:
         owner = self.owner
         reduced: Any = type(owner).__reduce_ex__(owner, protocol)
-        make, args, state, *rest = reduced
-        state = {name: _beneath(name, value) for name, value in state.items()}
-        return make, args, {n: v for n, v in state.items() if v is not _MISSING}, *rest
+        make, args, *rest = reduced
+        if rest and isinstance(rest[0], dict):  # a module with a `__reduce__` may have none
+            state = {name: _beneath(name, value) for name, value in rest[0].items()}
+            rest[0] = {n: v for n, v in state.items() if v is not _MISSING}
+        return make, args, *rest
 
 
 def _copies_of(owner: Any) -> _CleanReduce | None:

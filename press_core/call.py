@@ -78,7 +78,7 @@ class AttentionCall:
         """Tokens of the whole context; pruned chunk by chunk, it may be longer than `S`."""
         if self.when.n_remaining is None:
             return self.length
-        return int(self._known_ids()[:, -1:].max()) + 1 + self.when.n_remaining
+        return max(self.when.seen or (self.length,)) + self.when.n_remaining
 
     @property
     def next_position(self) -> Tensor:

@@ -146,6 +146,21 @@ def test_block_by_block_holds_the_budget_and_a_chunk(package):
     assert held(chunked) == held(filled(model, around, ids))
 
 
+def test_a_budget_counts_tokens_wherever_they_are(package):
+    """Not positions, and though a row has no token in the last chunk."""
+    model, ids, mask = make(), token_ids(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, 48:] = 0
+
+    def far(_, args, given):
+        return args, given | {"position_ids": given["position_ids"] + 1000}
+
+    cache = DynamicCache(config=model.config)
+    with package.BlockPress(package.KeyDiffPress(0.5), block_size=5)(model):
+        model.model.register_forward_pre_hook(far, with_kwargs=True)
+        prefill(model, ids, cache, 10, mask)
+    assert kept_lengths(cache)[0].tolist() == [[24, 24], [30, 30]]
+
+
 @pytest.mark.filterwarnings("error:.*nothing was pruned")
 def test_chunks_are_no_decoding_steps(package):
     model, cache = make(), DynamicCache(config=make().config)

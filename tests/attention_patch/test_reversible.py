@@ -1,9 +1,11 @@
 """A patch comes off without a trace, whatever else happens to the attribute."""
 
+import functools
 import inspect
 import types
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,6 +109,38 @@ def test_a_missing_attribute_is_an_error_that_leaves_nothing():
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         wrap(owner, "nothing_of_that_name", _layer("layer"))
     assert vars(owner) == {}
+
+
+class Elsewhere(torch.nn.Module):
+    """Callables that are stored outside of the `__dict__`, and one that comes there when asked."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self):
+        super().__init__()
+        self.child = self.setter = self.slot = torch.nn.Identity()
+
+    setter = property(lambda self: self.child, lambda self, value: setattr(self, "child", value))
+    cached = functools.cached_property(lambda self: abs)
+
+
+@pytest.mark.parametrize("name", ["child", "setter", "slot"])
+def test_what_is_stored_elsewhere_is_refused_and_stays(name):
+    owner = Elsewhere()
+    before, value = dict(vars(owner)), getattr(owner, name)
+    with pytest.raises(TypeError, match=name):
+        wrap(owner, name, _marking)
+    assert getattr(owner, name) is value
+    assert _same(owner, before)
+    assert list(owner.children()) == [owner.child]
+
+
+def test_an_attribute_that_is_cached_when_asked_for():
+    owner = Elsewhere()
+    patch = wrap(owner, "cached", _marking)
+    assert owner.cached(-1) == "marked 1"
+    patch.remove()
+    assert owner.cached is abs
 
 
 # ---- attributes of classes -----------------------------------------------------------------------

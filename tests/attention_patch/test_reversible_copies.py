@@ -86,6 +86,19 @@ def test_a_copy_may_be_patched_by_itself():
     assert float(other(3)) == 6
 
 
+class Rebuilt(Doubling):
+    def __reduce__(self):
+        return Rebuilt, ()
+
+
+@by_every_copy
+def test_a_module_that_is_made_anew_is_copied(make_copy):
+    module = Rebuilt()
+    patch = wrap(module, "forward", _tenfold)
+    assert (float(make_copy(module)(3)), float(module(3))) == (6, 60)
+    patch.remove()
+
+
 def test_a_way_of_copying_that_the_module_had_is_left_alone():
     module = Doubling()
     module.__reduce_ex__ = own = lambda protocol: (Doubling, ())
