@@ -3,15 +3,17 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hooks_impl.views import AttentionView, UnknownSite, view_of
 from press_core import engine
 from press_core.budget import Tokens, n_kept
+from press_core.cache.caches import known
 from press_core.call import AttentionCall
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
@@ -19,7 +21,7 @@ from press_core.fields import require
 from press_core.forward import own_cache
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions
-from press_core.observing import AttentionPass
+from press_core.observing import AttentionPass, context_call
 from press_core.press import Press
 from press_core.presses.composed import Composed, PerLayerCompression
 from press_core.presses.decoding import PrefillDecoding
@@ -200,6 +202,8 @@ def _bound(method: Any, press: Any, cls: type) -> Any:
 def _compressed(method: Callable[..., Any], call: AttentionCall) -> Any:
     module, *others = arguments(call)
     kept = method(module, *others)
+    if isinstance(kept, Eviction) and kept.call.length < call.length:
+        kept = tuple(kept)  # of some of the keys, and it is not known which
     hidden = module.masked_key_indices if isinstance(module, AttentionView) else None
     if hidden is None:
         return kept
@@ -281,7 +285,7 @@ def call_of(
     """
     passed: dict[str, Any] = kwargs or {}
     site: Any = module._site if isinstance(module, AttentionView) else UnknownSite(module)
-    call = passed.get(CALL)
+    call = _call_in(passed)
     if call is None:
         if press.needs & (Needs.QUERIES | Needs.ROPE):
             observed(passed)
@@ -316,83 +320,20 @@ def observed(kwargs: dict[str, Any]) -> AttentionCall:
     Raises:
         UnsupportedInputError: if `kwargs` were not passed by an open scope.
     """
-    call = kwargs.get(CALL)
+    call = _call_in(kwargs)
     if not isinstance(call, AttentionCall):
         raise UnsupportedInputError(
             "no hook has observed this forward; the exact queries are known only while "
-            "`with press(model): ...` is open"
+            "`with press(model): ...` is open, to a forward_hook of your own in a prefill only"
         )
     return call
 
 
-# ---- modules -------------------------------------------------------------------------------------
-
-
-class AttentionView:
-    """A view of an attention module with a `rotary_emb`, which leaves the module unchanged.
-
-    kvpress sets that attribute on every attention module and leaves it there. Here a press gets
-    another object that shares the module's attributes: reads, writes and calls go to the module,
-    except for `rotary_emb`. That is called as `rotary_emb(x, position_ids)` in any model, and
-    returns the cosines and sines of this layer. It is a new copy each time, as some rotary
-    embeddings adapt to the positions that they get. `masked_key_indices`, which presses of kvpress
-    set, is also stored in the view only.
-    """
-
-    __slots__ = ("_site", "masked_key_indices")
-    _site: AttentionSite
-    masked_key_indices: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "rotary_emb" and not hasattr(self._site.module, name):
-            return _rotary_embedding(self._site)
-        return getattr(self._site.module, name)
-
-    def __eq__(self, other: object) -> bool:
-        return getattr(other, "__dict__", None) is vars(self)
-
-    def __hash__(self) -> int:
-        return hash(self._site.module)
-
-
-@cache
-def _view_class(kind: type) -> Any:
-    return type(kind.__name__, (AttentionView, kind), {})
-
-
-def view_of(site: AttentionSite) -> Any:
-    """The attention module of `site`, as an `AttentionView`.
-
-    While compiling, the module itself: compilers cannot trace the view.
-    """
-    if torch.compiler.is_compiling():
-        return site.module
-    kind: Any = type(site.module)
-    view = object.__new__(_view_class(kind))
-    object.__setattr__(view, "__dict__", vars(site.module))
-    view._site, view.masked_key_indices = site, None
-    return view
-
-
-def _rotary_embedding(site: AttentionSite) -> nn.Module:
-    if site.rotary is None or site.rotary.embedding is None:
-        raise AttributeError(
-            f"{site.name} has no rotary_emb, as {type(site.module).__name__} does not rotate its "
-            "keys there; ask hasattr(module, 'rotary_emb') first"
-        )
-    return site.rotary.of_this_layer()
-
-
-class UnknownSite:
-    """Replaces the site if a press is called by hand, outside of any scope."""
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.name = module, type(module).__name__
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "layer_idx" and isinstance(getattr(self.module, name, None), int):
-            return self.module.layer_idx
-        raise UnsupportedInputError(
-            f"a press that was called outside of any scope reads the {name} of the attention "
-            "module; open it on a model, `with press(model): ...`"
-        )
+def _call_in(kwargs: dict[str, Any]) -> Any:
+    """The call in `kwargs`; in those of a `forward_hook` the forward's, if that is a context."""
+    if CALL in kwargs or FORWARD not in kwargs:
+        return kwargs.get(CALL)
+    scope, passed = kwargs[FORWARD]
+    layer = known(passed.cache, passed.site.layer_idx)
+    is_whole = passed.forward.is_context and layer.n_seen == passed.hidden_states.shape[1]
+    return context_call(scope, passed, layer) if is_whole else None

@@ -162,7 +162,8 @@ class AttentionCall:
         if self.query is None:
             raise UnsupportedInputError(
                 f"the queries of {self.site.name} were not collected; a press that reads them "
-                "declares `needs = Needs.QUERIES`, and acts after attention (see `phases`)"
+                "declares `needs = Needs.QUERIES`, acts after attention (see `phases`), and is "
+                "given all keys of the call, or `call.select(positions)`"
             )
         return self.query
 

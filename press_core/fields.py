@@ -1,7 +1,7 @@
 """Fields of presses, declared together with the values that they allow."""
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields
 from functools import cache
 from math import isfinite
@@ -84,14 +84,15 @@ _PLAIN: dict[Any, tuple[type, str]] = {
 """By annotation, the type of the values that a field takes, and its name in error messages."""
 
 
-def check_fields(press: Any, kind: type) -> None:
+def check_fields(press: Any, kind: type, traits: Collection[str] = ()) -> None:
     """Raise if a field of `press` holds a value that it does not take.
 
     Types are checked for fields of plain types, of `Literal` strings and of a single press. No
     field may hold a model, unless that is its default.
 
     Args:
-        kind: the base class of all presses.
+        kind: the base class of all presses, whose methods and properties no field may replace.
+        traits: those that a field may replace.
 
     Raises:
         HyperparameterError: with the field, its value and what is allowed.
@@ -100,6 +101,9 @@ def check_fields(press: Any, kind: type) -> None:
     annotations = _annotations(press.__class__)
     for declared in fields(press):
         value, name = getattr(press, declared.name), type(press).__name__
+        own = None if declared.name in traits else getattr(kind, declared.name, None)
+        is_free = not (callable(own) or isinstance(own, property))
+        require(press, declared.name, is_free, "renamed: presses have a method of that name")
         if isinstance(value, nn.Module) and value is not declared.default:
             advice = "a press is constructed first and then opened on the model"
             require(press, declared.name, False, f"no model: {advice}, as in {name}(...)(model)")

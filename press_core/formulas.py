@@ -5,6 +5,7 @@ from press_core.learned.kvzap import *
 from press_core.learned.lukv import *
 from press_core.learned.measured import *
 from press_core.learned.restorekv import *
+from press_core.presses.chunks import *
 from press_core.presses.composed import *
 from press_core.presses.decoding import *
 from press_core.presses.finch import *

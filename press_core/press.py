@@ -28,7 +28,7 @@ from press_core.model.sites import NEEDS, AttentionSite
 from press_core.tally import Tally
 from press_core.traits import Evicts, Needs, Phase
 
-_TRAITS = {"needs": Needs, "evicts": Evicts, "phases": Phase, "buffered_tokens": Integral}
+_TRAITS = dict(needs=Needs, evicts=Evicts, phases=Phase, row_by_row=bool, buffered_tokens=Integral)
 """The types of what a press says of itself."""
 
 
@@ -97,7 +97,7 @@ class Press:
         Raises:
             HyperparameterError: with the field, its value and what is allowed.
         """
-        check_fields(self, Press)
+        check_fields(self, Press, _TRAITS)
         for name, part in self._named_parts():
             same = part.mechanism == self.mechanism
             require(self, name, same, f"a press installed by {self.mechanism}, as this one is")

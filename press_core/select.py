@@ -13,7 +13,7 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def protect(scores: Tensor, protected: Tensor) -> Tensor:
+def protect(scores: Tensor, protected: Tensor, gap: float = 1) -> Tensor:
     """Raise the scores of protected tokens above all others.
 
     Protected tokens are ranked by recency, so that a budget smaller than their number keeps the
@@ -22,10 +22,11 @@ def protect(scores: Tensor, protected: Tensor) -> Tensor:
     Args:
         scores: `(B, H_kv, S)`, finite, floating point.
         protected: `(S,)`, bool.
+        gap: how far above the others they are at least.
     """
     length = scores.shape[-1]
     recency = torch.arange(1, length + 1, device=scores.device, dtype=scores.dtype) / length
-    return raised(scores, protected, recency)
+    return raised(scores, protected, gap * (1 + recency))
 
 
 def raised(scores: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
@@ -35,18 +36,19 @@ def raised(scores: Tensor, chosen: Tensor, order: Tensor) -> Tensor:
     return torch.where(chosen, top + (1 + top.abs()) * order, scores)
 
 
-def with_ends(scores: Tensor, first: int = 0, last: int = 0) -> Tensor:
+def with_ends(scores: Tensor, first: int = 0, last: int = 0, gap: float = 1) -> Tensor:
     """Extend the scores of tokens in the middle to all tokens, with both ends protected.
 
     Args:
         scores: `(B, H_kv, m)`, of the tokens in the middle.
         first, last: number of protected tokens before and after them.
+        gap: see `protect`.
 
     Returns:
         `(B, H_kv, first + m + last)`.
     """
     padded = pad(scores, (first, last)).unsqueeze(-1)
-    return protect(padded.squeeze(-1), leading(padded, first) | trailing(padded, last))
+    return protect(padded.squeeze(-1), leading(padded, first) | trailing(padded, last), gap)
 
 
 def top_positions(scores: Tensor, n: int) -> Tensor:

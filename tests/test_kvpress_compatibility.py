@@ -1,7 +1,7 @@
 """A press written for kvpress runs unchanged on `hooks_impl`: one import is all that differs."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from hooks_impl import (
     ComposedPress,
     CriticalKVPress,
     DecodingPress,
+    DMSPress,
+    ExpectedAttentionPress,
     KeyDiffPress,
     KeyRerotationPress,
     KnormPress,
@@ -84,6 +86,42 @@ def test_exact_queries_for_presses_of_ones_own():
 
     prefill(Peeking(0.5))
     assert [tuple(query.shape) for query in seen] == [(2, 4, 4, 16)] * 2
+
+
+class Twice(KnormPress):
+    """Prunes what it has left once more, in keys and values."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        given = module, hidden_states, keys, values, attentions, kwargs
+        keys, values = super().compress(*given)
+        return super().compress(*given[:2], keys, values, *given[4:])
+
+
+def test_a_press_may_return_what_another_keeps_of_some_of_the_keys():
+    assert prefill(Twice(0.5), 40)[0] == [10, 10]
+
+
+def test_what_a_score_protects_stays_protected_if_less_than_one_is_added():
+    """The sinks of ExpectedAttention, as in kvpress; its other scores are near 1 / 200."""
+
+    class Later(ExpectedAttentionPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            scores = super().score(module, hidden_states, keys, values, attentions, kwargs)
+            return scores + torch.linspace(0, 0.5, scores.shape[-1])
+
+    window = DMSPress(ExpectedAttentionPress(), threshold=0.5, sliding_window_size=8)
+    for press in (Later(0.9), window):
+        (found,) = held(filled(build("llama", num_layers=1), press, token_ids(1, 200)))
+        assert [head[:4] for head in found[0]] == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("name", ["budget", "keeps", "amount"])
+def test_a_field_named_as_a_method_of_presses_is_refused_in_words(name):
+    score = NegativeNormPress.score
+    fields = [(name, float, 0.3)]
+    kind = make_dataclass("Mine", fields, bases=(ScorerPress,), namespace={"score": score})
+    with pytest.raises(HyperparameterError, match=rf"Mine\({name}=0.3\): {name} must be renamed"):
+        kind(0.5)
 
 
 # ---- presses in presses --------------------------------------------------------------------------
@@ -388,6 +426,23 @@ def test_a_forward_hook_may_compress_by_itself():
     press = Own(0.5)
     filled(build("llama", num_layers=1), press, token_ids(1, 20))
     assert press.found.shape[2] == 10
+
+
+def test_a_forward_hook_may_compress_by_queries():
+    @dataclass
+    class Hooked(BasePress):
+        press: ScorerPress
+
+        def forward_hook(self, module, input, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            given = module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
+            layer.keys, layer.values = self.press.compress(*given)
+            return output
+
+    model, ids, press = build("llama", num_layers=2), token_ids(2, 40), SnapKVPress(0.5, 8)
+    by_hand, by_press = (filled(model, p, ids) for p in (Hooked(press), press))
+    for layer, other in zip(by_hand.layers, by_press.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys)
 
 
 def test_whatever_a_check_raises_nothing_stays_on_the_model():

@@ -295,3 +295,12 @@ def test_turned_keys_are_not_kept_head_by_head(package):
     refused = pytest.raises(UnsupportedInputError, match="rerotates")
     with outer(model), inner(model), refused:
         filled(model, None, token_ids(1, LENGTH))
+
+
+@both
+def test_entropy_gated_chunks_of_a_context_shorter_than_one(package):
+    """Every head keeps the same tokens, as in longer contexts (and in kvpress)."""
+    press = package.EntropyGatedChunkKVPress(package.KnormPress(0.5), chunk_length=50)
+    for ((found, *others),) in held(filled(make(), press, token_ids(1, 40))):
+        assert len(found) == 20
+        assert others == [found] * len(others) != []

@@ -90,9 +90,11 @@ class LagKV(RatioScorer):
         states = (upcast(x[:, :, n_sink:end]) for x in (keys, call.values))
         of_keys, of_values = (_variation(x.unflatten(2, (n_blocks, lag))) for x in states)
         scores = (of_keys + of_values) / 2  # (B, H_kv, n_blocks - 1, lag)
-        if not self.cross_scoring:
-            scores = scores.argsort(dim=-1).argsort(dim=-1) / lag
-        return with_ends(scores.flatten(2), n_sink, call.length - end + lag)
+        last = call.length - end + lag
+        if self.cross_scoring:
+            return with_ends(scores.flatten(2), n_sink, last)
+        ranks = scores.argsort(dim=-1).argsort(dim=-1) / lag
+        return with_ends(ranks.flatten(2), n_sink, last, gap=0.5 / lag)
 
 
 def _variation(blocks: Tensor) -> Tensor:

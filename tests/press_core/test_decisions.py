@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import patch_impl
 from press_core.observed import Moment
-from press_core.presses.composed import gated_order
+from press_core.presses.chunks import gated_order
 from press_core.presses.decoding import RECEIVED
 from press_core.presses.wrappers import most_similar, uniform
 from press_core.tiles import NUMBERS
