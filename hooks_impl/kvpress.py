@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hooks_impl.views import AttentionView, UnknownSite, view_of
+from hooks_impl.kvpress_views import AttentionView, UnknownSite, view_of
 from press_core import engine
 from press_core.budget import Tokens, n_kept
 from press_core.cache.caches import known
