@@ -1,4 +1,4 @@
-"""Presses that tests have listed in `presses.yaml`."""
+"""Presses that tests have listed in `presses.yaml`, and tables of single tests."""
 
 from tests.support import nested, table_beside
 
@@ -12,4 +12,5 @@ def listed(section):
     return {name: maker(text) for name, text in table_beside(__file__, "presses")[section].items()}
 
 
+TABLES = table_beside(__file__, "tables")
 PIPELINE_PRESSES = listed("pipeline")

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
-from tests.presses import listed
+from tests.presses import TABLES, listed
 from tests.slow import Whole
 from tests.support import both, filled, forwards, held, left_padded, make, nested, ran, table_beside
 
@@ -56,7 +56,7 @@ def test_caches_in_turn_count_for_themselves(package):
 # ---- by the exact queries ------------------------------------------------------------------------
 
 BASES = listed("bases")
-STEPS = table_beside(__file__, "tables")["steps"]
+STEPS = TABLES["steps"]
 
 
 @pytest.mark.parametrize(

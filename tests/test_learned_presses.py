@@ -22,6 +22,7 @@ from press_core.learned.calibration import CalibrationError, model_sizes
 from press_core.learned.restorekv import RestoreAdapter, first_adapter
 from tests.press_core.drawn import learned
 from tests.press_core.test_learned import same
+from tests.presses import TABLES
 from tests.support import PACKAGES, both, build, filled, held, left_padded, snapshot, token_ids
 
 LENGTH = 40
@@ -33,14 +34,8 @@ def norms(model, ids):
         return [layer.values.norm(dim=-1).tanh() for layer in filled(model, None, ids).layers]
 
 
-FIELD = {
-    "ExpectedAttentionStatsPress": "stats",
-    "QFilterPress": "filters",
-    "KVzapPress": "regressor",
-    "FastKVzipPress": "gates",
-    "LUKVPress": "curves",
-    "RestoreKVPress": "adapter",
-}
+FIELD = TABLES["learned"]
+"""By press, the field with what it has learned."""
 RESTORE = "RestoreKVPress"
 SCORING = [name for name in FIELD if name != RESTORE]
 every_press = pytest.mark.parametrize("name", SCORING)
@@ -175,19 +170,7 @@ def test_nothing_to_learn_from_is_refused(package, name):
             learn(name, package, build("llama"), batches)
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "given"),
-    [
-        ("KVzapPress", "fit", {"model_type": "Linear"}),
-        ("KVzapPress", "fit", {"hidden_dim": 0}),
-        ("KVzapPress", "fit", {"steps": -1}),
-        ("FastKVzipPress", "fit", {"max_tokens": -5}),
-        ("FastKVzipPress", "fit", {"rank": 1.5}),
-        ("RestoreKVPress", "fit", {"n_following": 0}),
-        ("ExpectedAttentionStatsPress", "collect", {"n_sink": -1}),
-        ("DuoAttentionPress", "measure", {"window_size": 0}),
-    ],
-)
+@pytest.mark.parametrize(("name", "method", "given"), TABLES["wrong_fits"])
 def test_arguments_of_fits_are_checked_before_the_model_is_run(name, method, given):
     learns = getattr(hooks_impl.PRESSES[name], method)
     with pytest.raises(HyperparameterError, match=f"{min(given)} must be"):

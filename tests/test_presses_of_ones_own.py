@@ -25,7 +25,7 @@ from press_core import (
 )
 from press_core.scoring import Wrapper
 from press_core.select import top_positions
-from tests.presses import PIPELINE_PRESSES
+from tests.presses import PIPELINE_PRESSES, TABLES
 from tests.support import (
     GREEDY,
     both,
@@ -35,7 +35,6 @@ from tests.support import (
     held,
     left_padded,
     ran,
-    table_beside,
     token_ids,
 )
 
@@ -256,7 +255,7 @@ def test_what_is_evicted_is_declared_and_of_the_call(package):
             type("Own", (package.KnormPress,), {trait: "heads"})(0.5)
 
 
-NEVER_CALLED = table_beside(__file__, "tables")["never_called"]
+NEVER_CALLED = TABLES["never_called"]
 
 
 @pytest.mark.parametrize(("name", "method"), NEVER_CALLED.items())

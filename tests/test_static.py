@@ -9,7 +9,7 @@ from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
 from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
 from press_core.running import static
-from tests.presses import listed
+from tests.presses import TABLES, listed
 from tests.support import GREEDY, both, build, filled, in_turn, left_padded, nested, token_ids
 
 PRESSES = listed("static")
@@ -158,17 +158,7 @@ def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(pac
 
 
 @pytest.mark.usefixtures("no_graphs_after")
-@pytest.mark.parametrize(
-    ("name", "is_static", "masked", "dynamic"),
-    [
-        ("queries", False, True, None),
-        ("heads", True, False, None),
-        ("heads", True, False, True),
-        ("layers", False, False, None),
-        ("rerotated", True, True, None),
-        ("rerotated", False, True, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "is_static", "masked", "dynamic"), TABLES["compiled"])
 def test_a_step_compiles_as_one_graph(package, name, is_static, masked, dynamic):
     layers = 2 if name == "layers" else 1  # each is compiled again
     model, ids = build("llama", num_layers=layers), token_ids(1, 26)
