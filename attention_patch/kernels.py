@@ -175,7 +175,8 @@ def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
 # ---- the kernels ---------------------------------------------------------------------------------
 #
 # The queries of a GQA group, for all tokens of the call, are the rows of one product with the keys:
-# `(N, G * q, d)` for the N = B * H_kv heads of all rows of the batch.
+# `(N, G * q, d)` for the N = B * H_kv heads of all rows of the batch. Both are upcast: in 16 bits
+# large logits would lose what tells tokens apart.
 
 
 def blocks(layer: RaggedLayer, query: Query) -> Tensor:
@@ -192,7 +193,7 @@ def blocks(layer: RaggedLayer, query: Query) -> Tensor:
 
 def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     """For layouts in which every head reads exactly one block: one plain softmax per head."""
-    states = _rows(layer, query) * query.factor()
+    states = upcast(_rows(layer, query)) * query.factor()
     recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states)
     n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
@@ -210,7 +211,7 @@ def _merged_softmax(layer: RaggedLayer, query: Query) -> Tensor:
 
     Logits are in base 2: `exp2` takes a quarter of the time of `exp`.
     """
-    states, heads = _rows(layer, query) * query.factor(LOG2_E), layer.blocks.heads
+    states, heads = upcast(_rows(layer, query)) * query.factor(LOG2_E), layer.blocks.heads
     recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states.index_select(0, heads), LOG2_E)
     recent = _recent_logits(layer, query, states, recent_keys, LOG2_E)
@@ -253,7 +254,7 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
     states = _rows(layer, query)
     n, rows, d = states.shape
     attended: Any = varlen_attn(
-        states.reshape(-1, 1, d).to(layer.keys.dtype),
+        states.reshape(-1, 1, d),
         layer.keys.view(-1, 1, d),
         layer.values.view(-1, 1, layer.values.shape[-1]),
         torch.arange(0, n * rows + 1, rows, dtype=torch.int32, device=states.device),
@@ -271,7 +272,7 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
         old = old.masked_fill(empty, 0)
     # The context counts as one more token, of which this is the logit, and `old` the value.
     recent_keys, recent_values = layer.recent_states()
-    recent = _recent_logits(layer, query, states * query.factor(), recent_keys)
+    recent = _recent_logits(layer, query, upcast(states) * query.factor(), recent_keys)
     weights = _weights(layer, query, torch.cat((log_total, recent), dim=-1))
     read = torch.bmm(weights[..., 1:].to(recent_values.dtype), recent_values)
     output = old * weights[..., :1] + read
@@ -284,8 +285,7 @@ KERNELS: dict[str, Callable[[RaggedLayer, Query], Tensor]] = {"blocks": blocks, 
 
 def _rows(layer: RaggedLayer, query: Query) -> Tensor:
     batch, _, _, d = query.states.shape
-    # Logits of 16 bits would lose what tells tokens apart, where they are large.
-    return upcast(query.states.reshape(batch * layer.n_heads, -1, d).to(layer.keys.dtype))
+    return query.states.reshape(batch * layer.n_heads, -1, d).to(layer.keys.dtype)
 
 
 def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> Tensor:

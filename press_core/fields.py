@@ -84,7 +84,7 @@ _PLAIN: dict[Any, tuple[type, str]] = {
 """By annotation, the type of the values that a field takes, and its name in error messages."""
 
 
-def check_fields(press: Any, kind: type, traits: Collection[str] = ()) -> None:
+def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
     """Raise if a field of `press` holds a value that it does not take.
 
     Types are checked for fields of plain types, of `Literal` strings and of a single press. No

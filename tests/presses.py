@@ -2,6 +2,8 @@
 
 from tests.support import nested, table_beside
 
+_LISTED = table_beside(__file__, "presses")
+
 
 def listed(section):
     """What makes each press of a section, by its name, from a package, given what else it names."""
@@ -9,7 +11,7 @@ def listed(section):
     def maker(text):
         return lambda package, **given: eval(text, {**package.PRESSES, "nested": nested, **given})
 
-    return {name: maker(text) for name, text in table_beside(__file__, "presses")[section].items()}
+    return {name: maker(text) for name, text in _LISTED[section].items()}
 
 
 TABLES = table_beside(__file__, "tables")

@@ -4,6 +4,7 @@ A press that needs a calibration has a field for a `Calibration`, for its path o
 None: it is then looked for beside the model, or on the hub.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -210,7 +211,7 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) -> Path:
     """The file at `source`, or the first of `names` found in that folder or hub repository."""
-    path, wanted = Path(source).expanduser(), " and no ".join(names)
+    path, wanted = Path(os.path.expanduser(source)), " and no ".join(names)
     for candidate in (path, *(path / name for name in names)):
         if candidate.is_file():
             return candidate

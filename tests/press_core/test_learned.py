@@ -182,7 +182,10 @@ FIT = r"QFilter\.fit\(.*\)"
 MISSING = [
     *(
         (lambda _, source=source: QFilters.load(source), r"no file or folder|no qfilters\.saf")
-        for source in (Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", "~/x", "")
+        for source in (
+            *(Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", ""),
+            *("~/x", "~nobody.here/x"),
+        )
     ),
     (QFilters.load, r"qfilters\.saf.*model\.saf"),
     (
