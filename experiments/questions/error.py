@@ -36,6 +36,9 @@ DRAWN = (
 )
 """Presses shown in the figure; others fill it up if some of these were not measured."""
 
+ASKED = 0.05
+"""How far the share that a press evicts may be from the one asked for."""
+
 EXPLAINED = 1e-3
 """Largest logit difference between the pruned cache and the masked full cache up to which a mask
 over the evicted tokens explains a press's effect."""
@@ -117,10 +120,15 @@ def tables_of(
 
 def explained(tables: Tables) -> pd.DataFrame:
     """The table `error` without presses that modify the tokens they keep, which a mask cannot
-    reproduce."""
-    logits = tables["error_logits"]
+    reproduce; that evict another share than was asked for; or whose errors are those of another."""
+    error, logits = tables["error"], tables["error_logits"]
     explains = logits["press"][logits["unexplained"] <= EXPLAINED]
-    return tables["error"][tables["error"]["press"].isin(explains)]
+    evicted = 1 - error.groupby("press")["kept"].mean()
+    asked = evicted[(evicted - error["ratio"].iloc[0]).abs() < ASKED].index
+    of_heads = error.pivot(index="press", columns=["layer", "head"], values="alone")
+    plain = sorted(of_heads.index, key=len)  # a press around others has the longer name
+    distinct = of_heads.loc[plain].round(6).drop_duplicates().index
+    return error[error["press"].isin({*explains} & {*asked} & {*distinct})]
 
 
 class Error(Experiment[Options]):
@@ -133,7 +141,9 @@ class Error(Experiment[Options]):
     attention, and attention outputs and logits are compared. The effect of a single head's
     eviction is measured on the full cache with that head's evicted tokens masked; masking them
     in all heads has to reproduce the logits of the pruned cache, and presses for which it does
-    not are left out of the findings and the figure. The worst quarter of the heads is chosen for
+    not are left out of the findings and the figure; so are those that evict another share than was
+    asked for, and those of which another press has the same errors. Presses that evict nothing in
+    a prefill, or need a question, are not measured. The worst quarter of the heads is chosen for
     each press by the errors that are then summed, so its share is above a quarter even if heads
     differ by chance alone. The model is small and its contexts are
     facts among filler words: in deeper models more errors add up, and coherent text may spread
@@ -200,7 +210,8 @@ class Error(Experiment[Options]):
         note = (
             f"`{logits['model'].iloc[0]}`, {logits['samples'].iloc[0]} contexts, "
             f"{logits['ratio'].iloc[0]:.0%} evicted; heads are named layer.head. Presses that the "
-            "mask does not explain modify the tokens they keep; findings and figure omit them."
+            "mask does not explain modify the tokens they keep. Findings and figure omit them, and "
+            "presses that evict another share or err as another does."
         )
         by_press = error.sort_values("logit_error").groupby("press")
         heads = by_press.agg({"mass_lost": "mean", "layer": "last", "head": "last"})
@@ -227,7 +238,8 @@ class Error(Experiment[Options]):
         }
         label = (
             "Error (in % of its norm) of the attention output of each KV head if only this head "
-            f"evicts {error['ratio'].iloc[0]:.0%}: layer (rows) by head, a panel per press"
+            f"evicts what a press takes from it, with {error['ratio'].iloc[0]:.0%} evicted from "
+            "all: layer (rows) by head, a panel per press"
         )
         return {self.name: heat_maps(panels, label, columns=3)}
 

@@ -1,5 +1,6 @@
 """Where an eviction hurts: what is measured, against what can be worked out by hand."""
 
+import pandas as pd
 import pytest
 import torch
 from transformers import DynamicCache
@@ -123,6 +124,14 @@ def test_what_the_tables_hold(tables):
     assert logits.loc["SnapKVPress", "unexplained"] < 1e-4
     assert logits.loc["KeyRerotationPress", "unexplained"] > error.EXPLAINED
     assert set(error.explained(tables)["press"]) == {"SnapKVPress", "AdaKVPress"}
+
+
+def test_presses_that_evict_another_share_or_err_as_another_does_are_left_out(tables):
+    snap, ada, _ = (rows for _, rows in tables["error"].groupby("press", sort=False))
+    changed = pd.concat([snap.assign(press="PrefillDecodingPress"), snap, ada.assign(kept=0.9)])
+    logits = tables["error_logits"].assign(press=changed["press"].unique(), unexplained=0)
+    found = error.explained({"error": changed, "error_logits": logits})
+    assert set(found["press"]) == {"SnapKVPress"}
 
 
 def test_findings_are_read_off_the_tables(tables):

@@ -9,9 +9,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
 from experiments.questions.headwise import four_ways
-from experiments.questions.headwise.four_ways import ERROR, FULL, SAME, UNIFORM, caches, trials
+from experiments.questions.headwise.four_ways import (
+    ERROR,
+    FULL,
+    SAME,
+    UNIFORM,
+    conditions,
+    prefilled,
+    trials,
+)
 from experiments.testbed import variants
 from experiments.testbed.families import supported_implementations
+from experiments.testbed.timed_models import random_llama
 from experiments.testbed.variants import VARIANTS
 from press_core import UnsupportedInputError, attention_sites, cache_nbytes, kept_lengths
 from press_core.budget import n_kept
@@ -147,11 +156,10 @@ def test_masks_per_head_are_refused_where_there_are_none(model, pruned, monkeypa
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def test_every_cache_is_timed_and_weighed(model):
-    before, advanced = snapshot(model), []
-    ratios, turns = (0.5, 0.8), {"rounds": 6, "advance": lambda: advanced.append(1)}
-    table = four_ways.decode_times(model, 512, ratios, repeats=1, **turns)
-    assert snapshot(model) == before
+def test_every_cache_is_timed_and_weighed():
+    ratios, advanced = (0.5, 0.8), []
+    spec = random_llama("tiny", num_layers=1)
+    table = four_ways.decode_times(spec, [512], ratios, 6, lambda: advanced.append(1))
     assert len(advanced) == 6
     pressed = [(name, ratio) for ratio in ratios for name in (UNIFORM, *VARIANTS)]
     found = list(zip(table["condition"], table["ratio"], strict=True))
@@ -166,8 +174,12 @@ def test_every_cache_is_timed_and_weighed(model):
         assert held <= (1 - row["ratio"]) * 1.03 if stored else held == 1
 
 
+def held_by(model, context, ratio):
+    return conditions(model, prefilled(model, context, (ratio,)))
+
+
 def test_budgets_come_out_even(model):
-    held = {name.condition: cache for name, (cache, _) in caches(model, 200, (0.75,)).items()}
+    held = {name.condition: cache for name, (cache, _) in held_by(model, 200, 0.75).items()}
     assert all((lengths == 50).all() for lengths in kept_lengths(held[UNIFORM]))
     shared = torch.cat(kept_lengths(held["ragged"]), dim=1)
     assert shared.unique().numel() > 1
@@ -175,18 +187,22 @@ def test_budgets_come_out_even(model):
     assert {cache.get_seq_length() for cache in held.values()} == {200}
 
 
-def test_every_timed_step_starts_from_the_same_cache(model):
-    """A second step gives the logits of the first, and no variant spoils the cache of another."""
-    given, held = {}, list(caches(model, 64, (0.5,)).items())
+def test_timed_conditions_decode_the_same_tokens_apart(model):
+    """No condition spoils the cache of another, and all four ways give the same logits."""
+    before, held = snapshot(model), held_by(model, 64, 0.5)
+    given = {name.condition: [] for name in held}
     hook = model.register_forward_hook(lambda *seen: outputs.append(seen[-1].logits))
-    with hook, torch.inference_mode():
-        for name, (cache, opened) in 2 * held:
-            outputs = []
-            with opened():
-                for _ in range(2):
-                    four_ways.step_seconds(model, cache, 64)
-            assert torch.equal(*outputs)
-            assert torch.equal(given.setdefault(name.condition, outputs[0]), outputs[0])
+    with hook:
+        for name in 2 * list(held):
+            outputs = given[name.condition]
+            assert four_ways.step_seconds(model, held, name) > 0
+    assert snapshot(model) == before
+    assert {cache.get_seq_length() for cache, _ in held.values()} == {64 + len(outputs)}
+    of = {name: torch.cat(outputs) for name, outputs in given.items()}
     for name in VARIANTS:
-        torch.testing.assert_close(given[name], given["ragged"], rtol=0, atol=1e-5)
-    assert not torch.allclose(given[FULL], given["ragged"], atol=1e-3)
+        torch.testing.assert_close(of[name], of["ragged"], rtol=0, atol=1e-5)
+    assert not torch.allclose(of[FULL], of["ragged"], atol=1e-3)
+    ids = torch.ones(1, len(outputs), dtype=torch.int64)
+    full = prefilled(model, 64, ()).full
+    expected = model(ids, past_key_values=full).logits
+    torch.testing.assert_close(of[FULL].squeeze(1), expected[0], rtol=0, atol=1e-5)

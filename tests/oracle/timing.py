@@ -119,7 +119,8 @@ class Comparison:
                 rounds.append([times[whose] for whose in sides])
         ratios = median_of("ratio", [ours / theirs for ours, theirs in rounds])
         times_of_sides = np.median(rounds, axis=0).tolist()
-        return Row(self.name, LENGTH, decoded, len(rounds), *times_of_sides, **ratios)
+        n_decoded = decoded or self.then
+        return Row(self.name, LENGTH, n_decoded, len(rounds), *times_of_sides, **ratios)
 
 
 def _compare(name):

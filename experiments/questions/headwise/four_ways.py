@@ -4,8 +4,9 @@ A variant is correct if its logits equal those of eager attention over the full 
 head's evicted tokens masked. This is tested, never taken from documentation.
 
 Times depend on how many tokens are kept and not on which, so the context is random tokens. Every
-head keeps the tokens of Knorm, or AdaKV shares that budget among heads. All conditions take turns,
-and are compared round by round with the full cache.
+head keeps the tokens of Knorm, or AdaKV shares that budget among heads. How long copies of
+megabytes take depends on the memory that a process was given, so each round has a process of its
+own. In it all conditions take turns and are compared with the full cache.
 """
 
 import warnings
@@ -13,23 +14,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
+from experiments import UserError
 from experiments.framework.intervals import median_of
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.framework.wording import in_one_line
 from experiments.testbed.compare import Inputs
-from experiments.testbed.timed_models import random_context
+from experiments.testbed.processes import in_new_process
+from experiments.testbed.timed_models import ModelSpec, random_context
 from experiments.testbed.variants import VARIANTS, Kept, Variant, kept_in, overridden, prefill
 from hooks_impl import AdaKVPress, KnormPress
-from press_core import AttentionSite, RaggedLayer, attention_sites, cache_nbytes
-from press_core.forward import cache_of
+from press_core import AttentionSite, attention_sites, cache_nbytes
+from press_core.forward import cache_of, with_cache
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 SAME, OTHER, ERROR, MISSING = "same logits", "other logits", "error", "not offered"
@@ -137,76 +143,120 @@ Held = tuple[Cache, Callable[[], AbstractContextManager[Any]]]
 """A cache, and a function that opens the scope to decode it in."""
 
 
+class Prefilled(NamedTuple):
+    """What one context leaves: the full cache, and by share evicted the uniformly pruned one and
+    what AdaKV keeps."""
+
+    full: Cache
+    uniform: dict[float, Cache]
+    kept: dict[float, Kept]
+
+
 @torch.inference_mode()
-def caches(model: PreTrainedModel, context: int, ratios: tuple[float, ...]) -> dict[Timed, Held]:
-    """The caches of all timed conditions, for one context of random tokens."""
+def prefilled(model: PreTrainedModel, context: int, ratios: Sequence[float]) -> Prefilled:
+    """Prefill one context of random tokens, without a press and with each of both presses."""
     ids = random_context(model, 1, context)
 
-    def prefilled(scope: AbstractContextManager[Any]) -> Cache:
+    def filled(scope: AbstractContextManager[Any]) -> Cache:
         with scope:
             return cache_of(model(input_ids=ids, use_cache=True, logits_to_keep=1))
 
-    full = prefilled(nullcontext())
-    held: dict[Timed, Held] = {Timed(FULL): (full, nullcontext)}
-    for ratio in ratios:
-        evenly = KnormPress(ratio)
-        held[Timed(UNIFORM, ratio)] = (prefilled(evenly(model)), nullcontext)
-        kept = kept_in(prefilled(AdaKVPress(evenly)(model)))
+    presses = {ratio: KnormPress(ratio) for ratio in ratios}
+    return Prefilled(
+        filled(nullcontext()),
+        {ratio: filled(press(model)) for ratio, press in presses.items()},
+        {ratio: kept_in(filled(AdaKVPress(press)(model))) for ratio, press in presses.items()},
+    )
+
+
+def conditions(model: PreTrainedModel, made: Prefilled) -> dict[Timed, Held]:
+    """The cache of each timed condition, which no other shares, and the scope to decode it in."""
+    held: dict[Timed, Held] = {Timed(FULL): (deepcopy(made.full), nullcontext)}
+    for ratio, kept in made.kept.items():
+        held[Timed(UNIFORM, ratio)] = (made.uniform[ratio], nullcontext)
         for variant in VARIANTS.values():
-            opened = partial(variant.open, model, kept)
-            held[Timed(variant.name, ratio)] = (variant.cache(full, kept), opened)
+            cache = variant.cache(deepcopy(made.full), kept)
+            held[Timed(variant.name, ratio)] = (cache, partial(variant.open, model, kept))
     return held
 
 
-@torch.inference_mode()
-def step_seconds(model: PreTrainedModel, cache: Cache, context: int) -> float:
-    """Seconds to decode one token, which is then removed, so the cache keeps `context` tokens.
+_STEPS = 5
+"""Tokens that a condition decodes at a turn, of whose times the median counts."""
 
-    The first three variants share the tensors of the full cache; a step replaces them by longer
-    copies, so the originals are restored. Ragged layers write in place and are cropped.
-    """
-    before = [(layer.keys, layer.values) for layer in cache.layers]
+
+@torch.inference_mode()
+def step_seconds(model: PreTrainedModel, held: dict[Timed, Held], name: Timed) -> float:
+    """Seconds to decode one token in a condition; its cache grows by `_STEPS` tokens."""
+    cache, opened = held[name]
     token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    given = with_cache(model, cache)
     watch = Stopwatch(model.device)
-    model(input_ids=token, past_key_values=cache)
-    watch.lap()
-    for layer, states in zip(cache.layers, before, strict=True):
-        if isinstance(layer, RaggedLayer):
-            layer.crop(context - layer.get_seq_length())
-        else:
-            layer.keys, layer.values = states
-    return watch.seconds()[0]
+    with opened():
+        for _ in range(_STEPS):
+            model(input_ids=token, **given)
+            watch.lap()
+    return float(np.median(watch.seconds()))
+
+
+Taken = dict[tuple[int, Timed], tuple[float, int]]
+"""By context and condition: seconds per step, and the bytes of the cache before the first one."""
 
 
 @torch.inference_mode()
+def one_round(spec: ModelSpec, files: dict[int, Path]) -> Taken:
+    """Time every condition once, after a warm-up; by context, the file of what is `Prefilled`."""
+    model, taken = spec.load(), Taken()
+    for context, file in files.items():
+        held = conditions(model, torch.load(file, map_location=spec.device, weights_only=False))
+        n_bytes = {name: cache_nbytes(cache) for name, (cache, _) in held.items()}
+        times = each_in_turn(list(held), partial(step_seconds, model, held), rounds=1)
+        taken |= {(context, name): (float(times[name][0]), n_bytes[name]) for name in held}
+    return taken
+
+
 def decode_times(
-    model: PreTrainedModel, context: int, ratios: tuple[float, ...], repeats: int = 2, **turns: Any
+    spec: ModelSpec,
+    contexts: Sequence[int],
+    ratios: Sequence[float],
+    rounds: int,
+    advance: Callable[[], object] = lambda: None,
 ) -> pd.DataFrame:
-    """Times and bytes at one context length.
+    """Times and bytes at each context length.
 
     Args:
-        ratios: shares of the context to evict.
-        repeats: steps per condition and round, of which the fastest counts.
-        turns: see `each_in_turn`.
+        ratios: shares of a context to evict.
+        rounds: number of processes, each of which times every condition.
+        advance: called after each of them.
+
+    Raises:
+        UserError: if some layers of the model have a sliding window.
 
     Returns:
         Columns `context`, `condition` and `ratio` (evicted); `time`, the median over rounds of the
         ratio to the full cache's time, its interval, `low` and `high`, and its `units`; the sizes
         of the caches, `bytes` and `full_bytes`; and `rounds`.
     """
-    held = caches(model, context, ratios)
+    found: list[Taken] = []
+    with TemporaryDirectory() as folder:
+        files = {context: Path(folder, f"{context}.pt") for context in contexts}
+        model = spec.load()
+        if len(attention_sites(model)) < model.config.get_text_config().num_hidden_layers:
+            raise UserError(
+                f"some layers of {spec.name} have a sliding window, so its decode steps do not "
+                "show the cost of head-wise caches; give a model without, or another --part"
+            )
+        for context, file in files.items():
+            torch.save(prefilled(model, context, ratios), file)
+        del model  # each process loads its own
+        for _ in range(rounds):
+            found.append(in_new_process(one_round, spec, files))
+            advance()
 
-    def quickest(name: Timed) -> float:
-        cache, opened = held[name]
-        with opened():
-            return min(step_seconds(model, cache, context) for _ in range(repeats))
+    def row(context: int, name: Timed) -> dict[str, Any]:
+        full = context, Timed(FULL)
+        shares = [taken[context, name][0] / taken[full][0] for taken in found]
+        n_bytes = {"bytes": found[0][context, name][1], "full_bytes": found[0][full][1]}
+        of = {"context": context, **name._asdict()}
+        return of | median_of("time", shares) | n_bytes | {"rounds": rounds}
 
-    times = each_in_turn(list(held), quickest, **turns)
-    n_bytes, full = {name: cache_nbytes(cache) for name, (cache, _) in held.items()}, Timed(FULL)
-    rows = (
-        {"context": context, **name._asdict()}
-        | median_of("time", seconds / times[full])
-        | {"bytes": n_bytes[name], "full_bytes": n_bytes[full], "rounds": len(seconds)}
-        for name, seconds in times.items()
-    )
-    return pd.DataFrame(rows)
+    return pd.DataFrame([row(*key) for key in found[0]])

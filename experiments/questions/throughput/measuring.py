@@ -7,13 +7,10 @@ memory immediately, so that peak memory does not decrease with the length of the
 """
 
 import ctypes
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from transformers import PreTrainedModel
 from experiments.framework.intervals import median_of
 from experiments.framework.timing import Array, Stopwatch, each_in_turn
 from experiments.testbed import timed_models
+from experiments.testbed.processes import in_new_process
 from experiments.testbed.timed_models import EAGER, FULL, Condition, ModelSpec, Opens, Way, scope_of
 from press_core import UnsupportedModelError, attention_sites, cache_nbytes
 from press_core.forward import with_cache
@@ -146,31 +144,18 @@ def peak_of(
     Returns:
         None if memory ran out, which includes a process killed by the system.
     """
-    given = spec, condition, context, batch, tokens, torch.get_num_threads()
     try:
-        with ProcessPoolExecutor(1, _processes()) as process:
-            return process.submit(_in_process, *given).result()
+        return in_new_process(_in_process, spec, condition, context, batch, tokens)
     except (BrokenProcessPool, MemoryError, torch.OutOfMemoryError):
         return None
-
-
-@cache
-def _processes() -> Any:
-    """A process context in which torch and transformers are imported, if forkserver exists."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def _in_process(
-    spec: ModelSpec, condition: Condition, context: int, batch: int, tokens: int, threads: int
+    spec: ModelSpec, condition: Condition, context: int, batch: int, tokens: int
 ) -> int:
-    torch.set_num_threads(threads)
     with suppress(AttributeError, OSError, TypeError):  # other C libraries than glibc
         libc = ctypes.CDLL(None)
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
