@@ -55,7 +55,7 @@ def refusing(what: str, *errors: type[Exception], advice: str = "") -> Iterator[
         yield
     except errors as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or repr(error)
-        raise UserError(f"{what}: {reason:.300}{advice}") from error
+        raise UserError(f"{what}: {reason:.300}".rstrip(".") + advice) from error
 
 
 def data_of(module: str | Path) -> Any:

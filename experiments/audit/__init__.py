@@ -71,7 +71,7 @@ class Audit:
 
     Attributes:
         open: differences while the scope is open.
-        running: further differences during a call in the scope.
+        running: further differences during a call in the scope; none if `run` did not look.
         left: differences that remain after the scope.
     """
 
@@ -143,7 +143,7 @@ def audit(subject: Any, model: nn.Module, run: Run | None = None) -> Audit:
     left = differences(before, snapshot(model))
     seen = differences(before, opened)
     places = {change.place for change in seen}
-    running = differences(called_before, called)
+    running = differences(called_before, called) if called else ()
     return Audit(seen, tuple(c for c in running if c.place not in places), left)
 
 

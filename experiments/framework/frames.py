@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -77,8 +77,9 @@ class OutcomeMatrix:
             for outcome, (mark, colour) in self._looks.items()
         ]
         shown = self._outcomes.rename(index=lambda row: fill(row, 28))  # narrow enough for a phone
-        n_rows, n_columns = shown.shape
-        figure, (panel,) = new_figure(width=2.2 + 0.22 * n_columns, height=2.1 + 0.26 * n_rows)
+        (n_rows, n_columns), wraps = shown.shape, shown.index.str.contains("\n").any()
+        height = 2.1 + (0.34 if wraps else 0.26) * n_rows
+        figure, (panel,) = new_figure(width=2.2 + 0.22 * n_columns, height=height)
         with style():
             _draw_cells(panel, shown.map(self._looks.get, na_action="ignore"))
             figure.legend(handles=handles, loc="outside lower left", ncols=1)
@@ -98,7 +99,7 @@ def _draw_cells(panel: Axes, cells: pd.DataFrame) -> None:
             text, colour = look
             panel.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0))
             if text:
-                ink = "white" if _is_dark(colour) else CELL_INK
+                ink = "white" if np.dot(to_rgb(colour), (0.3, 0.59, 0.11)) < 130 / 255 else CELL_INK
                 panel.text(x, y, text, ha="center", va="center", fontsize=7.5, color=ink)
     panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(rows) - 0.5, -0.5))
     panel.set_xticks(range(len(columns)), columns, rotation=50, ha="left", rotation_mode="anchor")
@@ -106,11 +107,6 @@ def _draw_cells(panel: Axes, cells: pd.DataFrame) -> None:
     panel.xaxis.tick_top()
     panel.grid(visible=False)
     panel.spines[:].set_visible(False)
-
-
-def _is_dark(colour: str) -> bool:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return 0.3 * red + 0.59 * green + 0.11 * blue < 130
 
 
 # ---- tables of text ------------------------------------------------------------------------------

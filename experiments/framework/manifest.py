@@ -132,10 +132,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         return Manifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"there is no {MANIFEST} in {folder}, so it holds no study; make one with "
-            f"`python -m experiments study --output {folder}`"
+            f"there is no {MANIFEST} in {folder}, so it holds no study; give one that does, or "
+            f"make one with `python -m experiments study --output {folder}`"
         ) from None
     except ValidationError as error:
         first = refused(error.errors()[0], "all of it")

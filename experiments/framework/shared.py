@@ -59,8 +59,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Rounds, each of which times ev
 Compiled = Annotated[
     bool | None,
     typer.Option(
-        help="Also decode compiled, and with static caches.",
-        show_default="unless a model is given",
+        help="Also decode compiled, and with static caches.", show_default="unless a model is given"
     ),
 ]
 Kvpress = Annotated[bool, typer.Option(help="Measure kvpress as well, if it is installed.")]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from experiments.framework.experiment import Evidence, Finding, Tables
 from experiments.framework.tables import ResultTable
@@ -20,7 +20,7 @@ from experiments.framework.wording import sentences
 from experiments.interventions import COMPANIONS, NOTHING, Intervention
 from experiments.mechanisms import OURS, TRIED, scenarios
 from experiments.testbed.compare import Response, random_tokens
-from experiments.testbed.families import HYBRID, build
+from experiments.testbed.families import HYBRID, small
 from press_core.budget import n_kept
 from press_core.select import top_positions
 
@@ -69,10 +69,6 @@ class Options:
     mechanism: Annotated[tuple[str, ...], scenarios.some_of(TRIED)] = ()
     companion: Annotated[tuple[str, ...], scenarios.some_of(COMPANIONS)] = ()
     family: scenarios.Family = "llama"
-
-
-def small(family: str) -> PreTrainedModel:
-    return build(family, num_layers=1 if family in HYBRID else 2)
 
 
 @lru_cache

@@ -31,7 +31,7 @@ from experiments.framework.timing import threads
 from experiments.framework.wording import sentences
 from experiments.loading import has_attention, load_model, short_name
 from experiments.testbed.compare import Inputs, PressPair, compare
-from experiments.testbed.families import FAMILIES, HYBRID, build, supported_implementations
+from experiments.testbed.families import FAMILIES, small, supported_implementations
 from experiments.testbed.recipes import DELIMITER, fitted_pair, press_name, recipe_pair
 from press_core import PressError
 
@@ -95,9 +95,7 @@ def variants(options: Options) -> list[tuple[str, str, str]]:
 def _load(options: Options, name: str, dtype: str, attn: str) -> PreTrainedModel:
     kind: Any = {"dtype": getattr(torch, dtype), "attn_implementation": attn}
     if options.model is None:
-        # Two layers each: `build` adds a sliding-window layer per layer of a hybrid family.
-        num_layers = 1 if name in HYBRID else 2
-        return build(name, num_layers=num_layers, **kind).to(torch.device(options.device))
+        return small(name, **kind).to(torch.device(options.device))
     return load_model(name, device=options.device, **kind)[0]
 
 

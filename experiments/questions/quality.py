@@ -28,14 +28,8 @@ from experiments.framework.plots import NO_PRESS, press_label
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
-from experiments.testbed.facts import (
-    SEEN,
-    UNSEEN,
-    Task,
-    answer_seen,
-    answer_unseen,
-    check_vocabulary,
-)
+from experiments.testbed import facts
+from experiments.testbed.facts import SEEN, UNSEEN, Task
 from experiments.testbed.recipes import press_name, recipe_pair
 from press_core import PressError
 
@@ -45,7 +39,7 @@ LEFT_OUT: dict[str, list[str]] = data_of(__file__)["left_out"]
 
 NOT_COMPARED = {name: reason for reason, names in LEFT_OUT.items() for name in names}
 
-_PROTOCOLS = {UNSEEN: answer_unseen, SEEN: answer_seen}
+_PROTOCOLS = {UNSEEN: facts.answer_unseen, SEEN: facts.answer_seen}
 
 
 @dataclass(frozen=True)
@@ -188,7 +182,7 @@ class Quality(Experiment[Options]):
     def measure(self, options: Options, progress: Progress) -> Tables:
         task = Task(options.context, options.facts, options.samples, options.seed)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-        check_vocabulary(tokenizer, options.model)
+        facts.check_vocabulary(tokenizer, options.model)
         presses = list(suited(model, options, progress))
         tables = measure(model, presses, options.ratio, task, progress)
         return tables | {"quality": tables["quality"].assign(model=short_name(options.model))}

@@ -9,7 +9,7 @@ import pandas as pd
 import typer
 from rich.progress import Progress
 
-from experiments import load_experiments
+from experiments import UserError, load_experiments
 from experiments.framework.experiment import AnyExperiment, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracketed
@@ -102,6 +102,8 @@ class Seeds(Experiment[Options]):
             from the study's seed (`shift`), the `number` of the finding, its interval (`low`,
             `high`), and its `text`.
         """
+        if len(options.shift) < 2:
+            raise UserError(f"--shift {options.shift[0]} compares nothing; give two, such as 0,1")
         chosen = [one for one in load_experiments() if one.name in (options.experiment or _DRAWING)]
         rows = [row for one in chosen for row in again(one, options, progress)]
         return {self.name: pd.DataFrame(rows)}

@@ -195,8 +195,10 @@ def _event_table(trace: pd.DataFrame) -> ResultTable:
     lines = []
     for (step, sides), equal in groupby(rows.items(), lambda row: (row[0][0], row[1])):
         layers = [layer for (_, layer), _ in equal]
-        several = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-        name = f"{f'decode step {step}' if step else 'prefill'}, {several}"
+        run = 1 < len(layers) == layers[-1] - layers[0] + 1  # no sliding window is among them
+        several = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
+        where = f"layer{'s' * (len(layers) > 1)} {several}"
+        name = f"{f'decode step {step}' if step else 'prefill'}, {where}"
         for number, both in enumerate(zip_longest(*sides, fillvalue="")):
             lines.append(["" if number else name, *both])
     first = trace.iloc[0]
@@ -234,6 +236,7 @@ class Trace(Experiment[Options]):
 
     def measure(self, options: Options, progress: Progress) -> Tables:
         name = press_name(options.press)
+        progress.add_task(self.name, total=None)
         model = _model(options.model, options.dtype, options.device)
         presses = suited_pair(name, options.ratio, options.length, model)
         events = trace(model, presses, length=options.length, decode=options.decode)

@@ -70,6 +70,11 @@ def build(
     return model.eval()
 
 
+def small(family: str, **kind: Any) -> PreTrainedModel:
+    """`build` with two layers, of which one has a sliding window in `HYBRID` families."""
+    return build(family, num_layers=1 if family in HYBRID else 2, **kind)
+
+
 def _spread(model: PreTrainedModel) -> None:
     """Draw larger weights than the default ones, which give all keys nearly the same values."""
     for parameter in model.parameters():

@@ -18,13 +18,9 @@ def in_new_process(function: Callable[..., ResultT], *args: Any) -> ResultT:
         BrokenProcessPool: if the process ends early, for example because memory ran out.
         Exception: what `function` raises.
     """
-    with ProcessPoolExecutor(1, _context()) as process:
-        return process.submit(_threaded, torch.get_num_threads(), function, *args).result()
-
-
-def _threaded(threads: int, function: Callable[..., ResultT], *args: Any) -> ResultT:
-    torch.set_num_threads(threads)
-    return function(*args)
+    threads = torch.set_num_threads, (torch.get_num_threads(),)
+    with ProcessPoolExecutor(1, _context(), *threads) as process:
+        return process.submit(function, *args).result()
 
 
 @cache

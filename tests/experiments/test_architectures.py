@@ -14,7 +14,7 @@ from experiments.questions.architectures.cells import SUBJECTS, Bench, Cell
 from experiments.questions.architectures.decoders import build, decoders
 from experiments.questions.architectures.sweep import BAD, COLUMNS, condensed, measure, rows_of
 from press_core import PressError, attention_sites
-from tests.experiments.tiny import SILENT
+from tests.experiments.tiny import CASES, SILENT
 from tests.support import IS_5_2, table_beside
 
 KNOWN = decoders()
@@ -105,14 +105,7 @@ def test_a_planted_fault_is_found(monkeypatch, target, planted, outcome, reason)
 
 
 def test_the_worst_condition_counts(monkeypatch):
-    rows = pd.DataFrame(
-        [
-            ("kind", "Knorm", "hook", "eager", "default", False, "right", ""),
-            ("kind", "Knorm", "hook", "sdpa", "default", True, "wrong", "off"),
-            ("kind", "Knorm", "patch", "eager", "default", False, "right", ""),
-        ],
-        columns=COLUMNS,
-    )
+    rows = pd.DataFrame(CASES["conditions"], columns=COLUMNS)
     monkeypatch.setattr(architectures, "measure", lambda *_, **__: rows)
     monkeypatch.setattr(architectures, "OLDEST", RESULTS)  # a folder runs nothing
     (table,) = EXPERIMENT.measure(architectures.Options(), SILENT).values()

@@ -6,6 +6,7 @@ import sys
 import types
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,14 +36,17 @@ def planted(*_, **__):
     """Stands in for any function."""
 
 
-class Mode(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
+def modes(call):
+    """Two kinds of torch modes, for functions and for operators, that hand everything to `call`."""
+    of_functions = type("Mode", (TorchFunctionMode,), {"__torch_function__": call})
+    return of_functions, type("Dispatch", (TorchDispatchMode,), {"__torch_dispatch__": call})
 
 
-class Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
+def called(mode, function, types, args=(), kwargs=None):
+    return function(*args, **(kwargs or {}))
+
+
+Mode, Dispatch = modes(called)
 
 
 class OtherBase(nn.Module):
@@ -288,6 +292,11 @@ def test_what_is_there_during_a_call_only(model):
     assert result.left == ()
 
 
+def test_a_call_that_stores_no_keys_tells_nothing(model):
+    result = audit(patch.object(model, "forward", lambda *_, **__: None), model)
+    assert (len(result.open), result.running, result.left) == (1, (), ())
+
+
 def test_what_is_exchanged_counts_once(model, monkeypatch):
     """Not again for every parameter and hook dictionary inside, or for its code."""
 
@@ -334,15 +343,11 @@ def test_a_snapshot_keeps_what_it_names_alive(model):
 
 
 def test_a_mode_under_audit_does_not_see_the_auditor(model):
-    class Seeing(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            raise AssertionError(function)
+    def seen_by(mode, function, *_):
+        raise AssertionError(function)
 
-    class SeeingDispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            raise AssertionError(function)
-
-    with SeeingDispatch(), Seeing():
+    seeing, seeing_operators = modes(seen_by)
+    with seeing_operators(), seeing():
         seen = snapshot(model)
     assert {c.place.reach for c in differences(seen, snapshot(model))} == {THREAD}
 

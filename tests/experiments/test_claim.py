@@ -37,6 +37,7 @@ def test_both_numbers_are_told(claim, again, within, word, status):
     result = claim("weight-grams", again=again, within=within)
     assert result.exit_code == status, result.output
     assert f"weight-grams {word}: {again:g} here, 1234.5 in" in result.output
+    assert f"here: It weighs **{again:,.1f}** grams.\n" in result.output
 
 
 def test_without_a_name_they_are_listed(claim):

@@ -171,13 +171,10 @@ def hub(tmp_path, monkeypatch):
     return write
 
 
-def configs(*names):
-    """The card of a repository with a configuration per task."""
-    lines = [
-        f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test.jsonl\n"
-        for name in names
-    ]
-    return "configs:\n" + "".join(lines)
+def card_of(task):
+    """The card of a repository with a configuration for a task."""
+    files = f"  data_files:\n  - split: test\n    path: {task}/test.jsonl\n"
+    return f"configs:\n- config_name: {task}\n{files}"
 
 
 ROW = {"context": "c", "question": "q", "all_classes": None}
@@ -189,7 +186,7 @@ def test_published_samples_and_their_scores(hub, tokenizer, text):
     case, name = PUBLISHED[text], text.partition("/")[0]
     known, row, folder = SETS[name], case["row"], case.get("folder", "")
     is_problem = "problem" in row
-    card = configs(folder) if known.task_is == "config" else ""
+    card = card_of(folder) if known.task_is == "config" else ""
     path = f"{folder}/{known.split}.jsonl".lstrip("/")
     data = hub(name, {path: [row if is_problem else ROW | row]}, card)
     (sample,) = load(text, 9, 0, tokenizer, data=data)
@@ -249,7 +246,7 @@ def test_answers_are_as_long_as_asked_for():
 
 def test_the_columns_of_the_original_longbench_will_do(hub, tokenizer):
     row = {"input": "who?", "context": "c", "answers": ["x"], "all_classes": None, "_id": "1"}
-    data = hub("longbench", {"qasper/test.jsonl": [row]}, configs("qasper"))
+    data = hub("longbench", {"qasper/test.jsonl": [row]}, card_of("qasper"))
     (sample,) = load("longbench/qasper", 9, 0, tokenizer, data=data)
     assert sample == Sample("c", "who?", ("x",), "f1", 64)
 
@@ -276,7 +273,7 @@ def test_columns_that_are_missing_are_named(hub, tokenizer, task, row, words):
     name, _, config = task.partition("/")
     paths = {"math500": "test.jsonl", "ruler": "4096/test.jsonl"}
     path = paths.get(name, f"{config}/test.jsonl")
-    data = hub(name, {path: [row]}, "" if name in paths else configs(config))
+    data = hub(name, {path: [row]}, "" if name in paths else card_of(config))
     with pytest.raises(UserError, match=words):
         load(task, 9, 0, tokenizer, data=data)
     with pytest.raises(UserError, match=r" loogle .*--data.*simonjegou/loogle"):

@@ -1,23 +1,18 @@
 """Four ways to decode a head-wise pruned cache: the same logits, and nothing stays behind."""
 
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from copy import deepcopy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hooks_impl
+from experiments import UserError
 from experiments.questions.headwise import four_ways
-from experiments.questions.headwise.four_ways import (
-    ERROR,
-    FULL,
-    SAME,
-    UNIFORM,
-    conditions,
-    prefilled,
-    trials,
-)
+from experiments.questions.headwise.four_ways import ERROR, FULL, SAME, UNIFORM
 from experiments.testbed import variants
 from experiments.testbed.families import supported_implementations
 from experiments.testbed.timed_models import random_llama
@@ -39,7 +34,7 @@ def pruned(model):
 @pytest.fixture(scope="module")
 def flex_was_used():
     """At its first use torch changes `nn.Module`, for good."""
-    trials(build("llama", num_layers=1), lengths=(24,))
+    four_ways.trials(build("llama", num_layers=1), lengths=(24,))
 
 
 def logits(model, variant, full, kept, ids):
@@ -60,7 +55,7 @@ def test_variants_give_the_logits_of_the_reference_on(family, flex_was_used):
         with suppress(ValueError):
             model.set_attn_implementation(implementation)
     before = snapshot(model)
-    table = trials(model, lengths=(40, 32))
+    table = four_ways.trials(model, lengths=(40, 32))
     assert snapshot(model) == before
     assert len(table) == 2 * len(four_ways.IMPLEMENTATIONS) * len(VARIANTS)
     of = table[table["implementation"].isin(offered)]
@@ -93,7 +88,7 @@ def test_a_variant_that_is_wrong_is_found_out(model, monkeypatch):
     """One that attends to what was evicted."""
     wrong = variants.Variant("mask by hook", lambda *_: nullcontext(), frees=False)
     monkeypatch.setitem(VARIANTS, "mask by hook", wrong)
-    table = trials(model, lengths=(40,))
+    table = four_ways.trials(model, lengths=(40,))
     assert set(table.loc[table["condition"] == "mask by hook", "outcome"]) == {four_ways.OTHER}
     assert set(table.loc[table["condition"] == "ragged", "outcome"]) == {SAME}
 
@@ -174,8 +169,18 @@ def test_every_cache_is_timed_and_weighed():
         assert held <= (1 - row["ratio"]) * 1.03 if stored else held == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("in_new_process", BrokenProcessPool("killed")), ("torch.save", RuntimeError("disk full"))],
+)
+def test_what_ends_a_measurement_is_told(monkeypatch, name, error):
+    monkeypatch.setattr(f"{four_ways.__name__}.{name}", Mock(side_effect=error))
+    with pytest.raises(UserError, match=f"{error}; if memory or the disk"):
+        four_ways.decode_times(random_llama("tiny", num_layers=1), [64], [0.5], 1)
+
+
 def held_by(model, context, ratio):
-    return conditions(model, prefilled(model, context, (ratio,)))
+    return four_ways.conditions(model, four_ways.prefilled(model, context, (ratio,)))
 
 
 def test_budgets_come_out_even(model):
@@ -203,6 +208,6 @@ def test_timed_conditions_decode_the_same_tokens_apart(model):
         torch.testing.assert_close(of[name], of["ragged"], rtol=0, atol=1e-5)
     assert not torch.allclose(of[FULL], of["ragged"], atol=1e-3)
     ids = torch.ones(1, len(outputs), dtype=torch.int64)
-    full = prefilled(model, 64, ()).full
+    full = four_ways.prefilled(model, 64, ()).full
     expected = model(ids, past_key_values=full).logits
     torch.testing.assert_close(of[FULL].squeeze(1), expected[0], rtol=0, atol=1e-5)

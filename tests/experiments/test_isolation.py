@@ -1,5 +1,7 @@
 """Bystanders that are changed are found changed, and those of hooks and patches are not."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -93,6 +95,14 @@ def test_nothing_is_carried_over_to_the_next_cell(name):
 
 
 # ---- figure, summary, command ------------------------------------------------------------------
+
+
+def test_row_labels_of_two_lines_stand_apart(table):
+    (figure,) = EXPERIMENT.figures({"isolation": table}).values()
+    figure.draw_without_rendering()
+    labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    line = min(label.height for label in labels)
+    assert all(above.y0 - below.y1 > line / 3 for above, below in pairwise(labels))
 
 
 def test_what_is_found_of_ours_and_of_others(table):

@@ -20,7 +20,7 @@ from experiments.questions import evaluate
 from experiments.study import run_plan
 from experiments.testbed.facts import FILLER
 from experiments.testbed.getting_to_know import get_to_know
-from tests.experiments.tiny import REFUSED, cli, refused
+from tests.experiments.tiny import CASES, REFUSED, cli, refused
 from tests.support import build, table_beside
 
 TRAINED = 512
@@ -156,12 +156,7 @@ def test_the_command_tells_what_it_takes(folders, tmp_path):
         first = cli("study", "--model", folder, "--output", tmp_path)
     assert first.exit_code == 130, first.output
     told = " ".join(first.stderr.split())
-    for words in (
-        r"my-llama \(0\.\d M .* float32 on cpu: [\d,]+ tokens",
-        r"will take about \d+ (s|min)",
-        r"quality left out .* facts-llama",
-        r"equivalence \d+ s",
-    ):
+    for words in CASES["announced"]:
         assert re.search(words, told)
     assert read_manifest(tmp_path).waiting[:2] == ["equivalence", "architectures"]
     assert f"holds a study of {folder}" in refused("study", "--output", tmp_path)

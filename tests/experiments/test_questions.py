@@ -1,8 +1,10 @@
 """Commands of the study: what they show they have written, and what is wrong they say."""
 
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
+from rich.progress import Progress
 
 from experiments.framework.results import read_table
 from experiments.testbed.facts import KEYS
@@ -37,8 +39,10 @@ RUNS = table_beside(__file__, "commands")
 
 @pytest.mark.parametrize(("name", "options", "rows"), RUNS)
 def test_a_command_writes_what_it_shows(run, tmp_path, name, options, rows):
-    result = run(name, options, "--output", tmp_path)
+    with patch.object(Progress, "add_task", autospec=True, side_effect=Progress.add_task) as bars:
+        result = run(name, options, "--output", tmp_path)
     assert result.exit_code == 0, result.output
+    assert bars.called
     experiment = import_module(f"experiments.questions.{name}").EXPERIMENT
     tables = {path.stem: read_table(path) for path in tmp_path.glob("*.csv")}
     shown = " ".join(result.output.split())

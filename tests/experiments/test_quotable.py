@@ -19,13 +19,7 @@ def part(error=None, **tables):
 def test_what_is_joined_by_ratio_and_the_most_right_first():
     found = joined(TABLES)
     assert list(found.index) == [(B, 0.5), (A, 0.5), (C, 0.5), (B, 0.8), ("AdaKVPress", 0.8)]
-    by_hand = [
-        (0.8, 1.0, 0.7, 1.2, 1.4, 0.51, 0.125),
-        (0.5, 0.7, None, 1.1, 1.5, 0.5, 2.5),
-        (None, 1.0, *(None,) * 5),
-        (0.4, 0.6, None, 1.3, 1.9, 0.2, None),
-        (None, None, 0.25, *(None,) * 4),
-    ]
+    by_hand = table_beside(__file__, "cases")["joined"]
     expected = pd.DataFrame(by_hand, found.index, found.columns, dtype=float)
     pd.testing.assert_frame_equal(found, expected, check_dtype=False)
 

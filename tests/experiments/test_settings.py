@@ -14,13 +14,13 @@ import hooks_impl
 import patch_impl
 from experiments import UserError
 from experiments.answers import sweep as sweeps
-from experiments.answers.cells import NO_PRESS, plan
+from experiments.answers.cells import plan
 from experiments.answers.presses import make_press
 from experiments.answers.settings import Settings, settings_from
 from press_core import HyperparameterError, Tokens
 from tests.experiments.sweeping import SMALL
 from tests.experiments.test_equivalence import NewestPatch, NewestPress
-from tests.experiments.tiny import REFUSED
+from tests.experiments.tiny import CASES, REFUSED
 from tests.support import table_beside
 
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
@@ -130,34 +130,15 @@ def test_cells_are_the_grid_each_once():
     cells = plan(settings)
     assert len(set(cells)) == len({cell.key for cell in cells}) == len(cells) == 3 * (1 + 4 + 2)
     single = [cell[1:] for cell in cells if cell.dataset == "facts/single@512"]
-    assert single == [
-        (NO_PRESS, 0.0, "bare", None),
-        *(("SnapKVPress", share, name, None) for name in ("hook", "patch") for share in (0.5, 0.8)),
-        *((DECODING, None, name, None) for name in ("hook", "patch")),
-    ]
+    assert [list(cell) for cell in single] == CASES["grid"]
 
 
 def test_cells_of_budgets():
-    settings = Settings(
-        dataset=("facts/single",),
-        press=("SnapKVPress", DECODING, DUO, "SimLayerKVPress(n_recent=budget)", "ThinKPress"),
-        ratio=(0.5,),
-        budget=(64, 32),
-        mechanism=("hook",),
-    )
-    cells = plan(settings)
+    presses = tuple(dict.fromkeys(press for press, *_ in CASES["budgets"]))
+    asked = {"ratio": (0.5,), "budget": (64, 32), "mechanism": ("hook",)}
+    cells = plan(Settings(dataset=("facts/single",), press=presses, **asked))
     assert len({cell.key for cell in cells}) == len(cells)
-    assert [(cell.press, cell.ratio, cell.budget) for cell in cells] == [
-        ("SnapKVPress", 0.5, None),
-        ("SnapKVPress", None, 64),
-        ("SnapKVPress", None, 32),
-        (DECODING, None, 64),
-        (DECODING, None, 32),
-        (DUO, 0.5, None),
-        ("SimLayerKVPress(n_recent=budget)", None, 64),
-        ("SimLayerKVPress(n_recent=budget)", None, 32),
-        ("ThinKPress", None, None),
-    ]
+    assert [[cell.press, cell.ratio, cell.budget] for cell in cells] == CASES["budgets"]
     made = [cell.make(0) for cell in cells[1:4]]
     assert [made[0].amount, made[1].amount, made[2].target_size] == [Tokens(64), Tokens(32), 64]
 

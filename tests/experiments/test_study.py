@@ -157,18 +157,8 @@ def test_the_page_reads_as_a_paper_and_needs_no_other_file(folder):
         assert words in html
     assert "#one-mean" in shown.links
     assert shown.tags.count("h1") == 1
-    order = [
-        "must you patch its code",
-        "know one works The mean of one is 1.867.",
-        "know two works The mean of two is 1.867.",
-        "Questions What about one? What about two?",
-        *("The one experiment", "What about one?", "The mean of one is 1.867."),
-        *("Figure 1. A line: x against row", "Three numbers are written down.", "The last."),
-        *("Nothing else.", "Full table one.csv, 3 rows", "Repeat it: python -m experiments one"),
-        *("The two experiment", "Figure 2.", "How this was made", torch.__version__),
-    ]
     place = 0
-    for words in order:
+    for words in [*table_beside(__file__, "cases")["paper"], torch.__version__]:
         place = shown.text.index(words, place)
     assert shown.images == ["A line: x against row"] * 2
     assert shown.tags.count("details") == 4

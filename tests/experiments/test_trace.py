@@ -146,3 +146,5 @@ def test_the_summary_comes_from_the_csv_file(snapkv, tmp_path):
     assert EXPERIMENT.findings(read)[0].number == 40
     assert "| prefill, layers 0 to 1 | pre-hook | wrapper |" in text
     assert "|  | 80 hidden states enter | 80 hidden states enter |" in text
+    apart = {"trace": tables["trace"].assign(layer=2 * tables["trace"]["layer"])}
+    assert "| prefill, layers 0, 2 | pre-hook | wrapper |" in EXPERIMENT.markdown(apart)

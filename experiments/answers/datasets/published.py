@@ -88,9 +88,12 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
         f"{published.hub} as {name}/"
     )
     what = f"cannot load {name} ({task}) from {source}"
-    load_dataset = library("datasets").load_dataset
+    datasets = library("datasets")
     with refusing(what, Exception, advice=advice):  # the types depend on the files
-        rows = load_dataset(source, **where)
+        try:
+            rows = datasets.load_dataset(source, **where)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise error.__cause__ or error from None  # the cause says which line is broken
     needed = [*published.required.values(), *[("task",)] * (published.task_is == "column")]
     if missing := [" or ".join(names) for names in needed if not set(names) & {*rows.column_names}]:
         raise UserError(

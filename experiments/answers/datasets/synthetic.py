@@ -7,7 +7,7 @@ loads the published samples.
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count, pairwise
 from typing import NamedTuple
@@ -92,19 +92,14 @@ def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> l
     return list(words)
 
 
-_SENTENCES, _HABITS = (data_of(__file__)[name] for name in ("sentences", "habits"))
-"""Filler sentences, and pairs of what people do and the question about it."""
+_SENTENCES, _HABITS, _TEXTS = data_of(__file__).values()
+"""Filler sentences; pairs of what people do and the question about it; the texts of each task."""
 
 
-def _noise(rng: random.Random, n: int) -> list[str]:
-    """`n` filler sentences."""
-    return [rng.choice(_SENTENCES).format(*rng.sample(VALUES, 2)) for _ in range(n)]
-
-
-def _hidden(rng: random.Random, needles: list[str], noise: list[str]) -> str:
-    """Insert the needles at random positions into the noise, in their order."""
-    indices = sorted(rng.randrange(len(noise) + 1) for _ in needles)
-    sentences = list(noise)
+def _hidden(rng: random.Random, needles: list[str], n: int) -> str:
+    """Insert the needles at random positions into `n` filler sentences, in their order."""
+    sentences = [rng.choice(_SENTENCES).format(*rng.sample(VALUES, 2)) for _ in range(n)]
+    indices = sorted(rng.randrange(n + 1) for _ in needles)
     for index, sentence in reversed(list(zip(indices, needles, strict=True))):
         sentences.insert(index, sentence)
     return " ".join(sentences)
@@ -115,6 +110,12 @@ def _listed(words: list[str]) -> str:
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
+
+
+def _draft(task: str, answers: Iterable[str], **said: object) -> Draft:
+    """The texts of a task, with what is `said` in them, and its answers."""
+    context, question, prefix = (text.format(**said) for text in _TEXTS[task])
+    return context, question, prefix, tuple(answers)
 
 
 def _needles(rng: random.Random, amount: int, keys: int, values: int, asked: int) -> Draft:
@@ -128,14 +129,10 @@ def _needles(rng: random.Random, amount: int, keys: int, values: int, asked: int
     rng.shuffle(needles)
     wanted = rng.sample(names, asked)
     what = f"secret {'number' if values * asked == 1 else 'numbers'} of {_listed(wanted)}"
-    is_or_are = "is" if values * asked == 1 else "are"
-    return (
-        "Secret numbers are hidden in the text below. Remember them.\n"
-        + _hidden(rng, needles, _noise(rng, amount)),
-        f"\nWhat {is_or_are} the {what}?\n",
-        f"The {what} {is_or_are}",
-        tuple(number for name in wanted for number in numbers[name]),
-    )
+    are = "is" if values * asked == 1 else "are"
+    answers = (number for name in wanted for number in numbers[name])
+    text = _hidden(rng, needles, amount)
+    return _draft("needles", answers, text=text, what=what, are=are)
 
 
 def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
@@ -144,13 +141,8 @@ def _variables(rng: random.Random, amount: int, hops: int = 4) -> Draft:
     number = str(rng.randrange(10**4, 10**5))
     steps = [f"VAR {names[0]} = {number}."]
     steps += [f"VAR {to} = VAR {of}." for of, to in pairwise(names)]
-    return (
-        "Follow how variables are assigned in the text below.\n"
-        + _hidden(rng, steps, _noise(rng, amount)),
-        f"\nWhich {hops + 1} variables hold the value {number}?\n",
-        f"The variables that hold the value {number} are",
-        tuple(names),
-    )
+    text = _hidden(rng, steps, amount)
+    return _draft("variables", names, text=text, n=hops + 1, number=number)
 
 
 def _common_words(rng: random.Random, amount: int, common: int = 10) -> Draft:
@@ -159,12 +151,7 @@ def _common_words(rng: random.Random, amount: int, common: int = 10) -> Draft:
     words = names[:common] * 10 + names[common:]
     rng.shuffle(words)
     numbered = " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
-    return (
-        f"In the numbered list below some words come more often than others.\n{numbered}",
-        f"\nWhich {common} words come most often in the list?\n",
-        f"The {common} words that come most often are",
-        tuple(names[:common]),
-    )
+    return _draft("common_words", names[:common], text=numbered, n=common)
 
 
 def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
@@ -177,12 +164,7 @@ def _frequent_words(rng: random.Random, amount: int, wanted: int = 3) -> Draft:
     text = [w for w, n in zip(words, counts, strict=True) for _ in range(max(n, 1))]
     text += words[:wanted] * 2  # breaks ties that rounding may cause
     rng.shuffle(text)
-    return (
-        f"Below is a text in an unknown language.\n{' '.join(text)}.",
-        f"\nWhich {wanted} words come most often in the text?\n",
-        f"The {wanted} words that come most often are",
-        tuple(words[:wanted]),
-    )
+    return _draft("frequent_words", words[:wanted], text=" ".join(text), n=wanted)
 
 
 def _questions(rng: random.Random, amount: int) -> Draft:
@@ -193,17 +175,11 @@ def _questions(rng: random.Random, amount: int) -> Draft:
     portraits = []
     for number, (person, own) in enumerate(zip(people, things, strict=True), 1):
         habits = [habit.format(thing) for (habit, _), thing in zip(_HABITS, own, strict=True)]
-        rest = " and ".join(habits[2:])
-        portraits.append(
-            f"Portrait {number}: {person} {habits[0]} and {habits[1]}. {person} {rest}."
-        )
+        first, rest = " and ".join(habits[:2]), " and ".join(habits[2:])
+        portraits.append(f"Portrait {number}: {person} {first}. {person} {rest}.")
     about, habit = rng.randrange(len(people)), rng.randrange(len(_HABITS))
-    return (
-        "Answer the question below from these portraits.\n" + "\n".join(portraits),
-        f"\nQuestion: {_HABITS[habit][1].format(people[about])}\n",
-        "Answer: the",
-        (things[about][habit],),
-    )
+    question = _HABITS[habit][1].format(people[about])
+    return _draft("qa", [things[about][habit]], text="\n".join(portraits), question=question)
 
 
 TASKS: dict[str, Task] = {

@@ -32,15 +32,9 @@ from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
 from experiments.framework.wording import sentences
 from experiments.loading import load_model, short_name
+from experiments.questions.headwise import four_ways
 from experiments.questions.headwise.budgets import ALL, ALONE, compare
-from experiments.questions.headwise.four_ways import (
-    FULL,
-    MISSING,
-    SAME,
-    UNIFORM,
-    decode_times,
-    trials,
-)
+from experiments.questions.headwise.four_ways import FULL, MISSING, SAME, UNIFORM
 from experiments.testbed.facts import Task, check_vocabulary
 from experiments.testbed.families import FAMILIES, build
 from experiments.testbed.timed_models import ModelSpec, random_llama
@@ -133,10 +127,7 @@ class Headwise(Experiment[Options]):
     def on(self, own: OwnModel) -> Planned[Options]:
         """Decoding and conditions only, as the questions need the vocabulary of facts-llama."""
         opens = {"KnormPress", "AdaKVPress"} <= {*own.presses}
-        fits = {
-            Part.DECODING: own.keeps_all and opens,
-            Part.CONDITIONS: own.model_type in FAMILIES,
-        }
+        fits = {Part.DECODING: own.keeps_all and opens, Part.CONDITIONS: own.model_type in FAMILIES}
         parts = tuple(filter(fits.get, fits))
         if not parts:
             raise LeftOutError(
@@ -208,13 +199,14 @@ def measure_decoding(options: Options, progress: Progress) -> Tables:
     spec = ModelSpec.given(options.model, TIMED, options.dtype, options.device)
     advance = partial(progress.advance, progress.add_task("decode steps", total=options.rounds))
     sizes = options.contexts, options.ratio or (0.5, 0.8), options.rounds
-    return {"headwise_decoding": decode_times(spec, *sizes, advance).assign(model=spec.name)}
+    times = four_ways.decode_times(spec, *sizes, advance)
+    return {"headwise_decoding": times.assign(model=spec.name)}
 
 
 def measure_conditions(options: Options, progress: Progress) -> Tables:
     """The four ways to decode, on a small random model of each family."""
     families = progress.track(options.family, description="conditions")
-    parts = [trials(build(family)).assign(model=family) for family in families]
+    parts = [four_ways.trials(build(family)).assign(model=family) for family in families]
     return {"headwise_conditions": pd.concat(parts, ignore_index=True)}
 
 

@@ -11,6 +11,7 @@ own. In it all conditions take turns and are compared with the full cache.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
-from experiments import UserError
+from experiments import UserError, refusing
 from experiments.framework.intervals import median_of
 from experiments.framework.timing import Stopwatch, each_in_turn
 from experiments.framework.wording import in_one_line
@@ -201,6 +202,8 @@ def step_seconds(model: PreTrainedModel, held: dict[Timed, Held], name: Timed) -
 Taken = dict[tuple[int, Timed], tuple[float, int]]
 """By context and condition: seconds per step, and the bytes of the cache before the first one."""
 
+_LESS = "; if memory or the disk is full, give shorter --contexts, or set TMPDIR to a larger disk"
+
 
 @torch.inference_mode()
 def one_round(spec: ModelSpec, files: dict[int, Path]) -> Taken:
@@ -229,7 +232,7 @@ def decode_times(
         advance: called after each of them.
 
     Raises:
-        UserError: if some layers of the model have a sliding window.
+        UserError: if some layers of the model have a sliding window, or memory or disk are full.
 
     Returns:
         Columns `context`, `condition` and `ratio` (evicted); `time`, the median over rounds of the
@@ -242,14 +245,17 @@ def decode_times(
         model = spec.load()
         if len(attention_sites(model)) < model.config.get_text_config().num_hidden_layers:
             raise UserError(
-                f"some layers of {spec.name} have a sliding window, so its decode steps do not "
-                "show the cost of head-wise caches; give a model without, or another --part"
+                f"some layers of {spec.name} have a sliding window or no keys, so its decode steps "
+                "do not show what head-wise caches cost; give a model without, or another --part"
             )
         for context, file in files.items():
-            torch.save(prefilled(model, context, ratios), file)
-        del model  # each process loads its own
+            made = prefilled(model, context, ratios)
+            with refusing(f"cannot write to {folder}", OSError, RuntimeError, advice=_LESS):
+                torch.save(made, file)
+        del model, made  # each process loads its own
         for _ in range(rounds):
-            found.append(in_new_process(one_round, spec, files))
+            with refusing("a process that timed steps has ended", BrokenProcessPool, advice=_LESS):
+                found.append(in_new_process(one_round, spec, files))
             advance()
 
     def row(context: int, name: Timed) -> dict[str, Any]:

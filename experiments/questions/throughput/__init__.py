@@ -171,17 +171,23 @@ class Throughput(Experiment[Options]):
             `throughput_kvpress`: time inside presses and inside kvpress's, if it is
             installed; see `tests.oracle.timing.Row`.
         """
-        made = {
-            name: make(options, progress)
-            for name, make in (_MEASURES[part] for part in options.parts)
-        }
+        alone = options.parts == (Part.KVPRESS,)
+        if alone and not (options.kvpress and with_kvpress.python_with_kvpress()):
+            raise UserError(
+                "--part kvpress measures nothing without kvpress: leave out --no-kvpress, or let "
+                "`make test` install it, or give another --part, too"
+            )
+        parts = [_PARTS[part] for part in options.parts]
+        made = {name: make(options, progress) for name, make, *_ in parts}
         return {name: table for name, table in made.items() if table is not None}
 
     def findings(self, tables: Tables) -> list[Finding]:
-        return [finding for name in tables for finding in reading.FINDINGS[name](tables[name])]
+        parts = [(tables[name], find) for name, _, find, _ in _PARTS.values() if name in tables]
+        return [finding for table, find in parts for finding in find(table)]
 
     def views(self, tables: Tables) -> list[ResultTable]:
-        return [show(tables[name]) for name, show in reading.VIEWS.items() if name in tables]
+        parts = ((name, show) for name, *_, show in _PARTS.values() if show)
+        return [show(tables[name]) for name, show in parts if name in tables]
 
     def figures(self, tables: Tables) -> dict[str, Figure]:
         return {self.name: reading.draw_speeds(tables[self.name])} if self.name in tables else {}
@@ -272,9 +278,10 @@ def measure_kvpress(options: Options, progress: Progress) -> pd.DataFrame | None
     return None if printed is None else pd.read_csv(StringIO(printed))
 
 
-_MEASURES: dict[Part, tuple[str, Callable[[Options, Progress], pd.DataFrame | None]]] = {
-    Part.SPEED: ("throughput", measure_speed),
-    Part.FIRST_TOKEN: ("throughput_first", measure_first),
-    Part.FITS: ("throughput_fits", measure_fits),
-    Part.KVPRESS: ("throughput_kvpress", measure_kvpress),
+_PARTS: dict[Part, tuple[str, Callable[[Options, Progress], pd.DataFrame | None], Any, Any]] = {
+    Part.SPEED: ("throughput", measure_speed, reading.on_speed, reading.show_speeds),
+    Part.FIRST_TOKEN: ("throughput_first", measure_first, reading.on_first, None),
+    Part.FITS: ("throughput_fits", measure_fits, reading.on_fits, reading.show_fits),
+    Part.KVPRESS: ("throughput_kvpress", measure_kvpress, reading.on_kvpress, reading.show_kvpress),
 }
+"""The table of each part, and what measures it, draws findings from it and shows it to readers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -170,16 +170,3 @@ def draw_speeds(table: pd.DataFrame) -> Figure:
         f"{METHOD} over rounds"
     )
     return ratio_figure(panels, label, "tokens per second / those without a press")
-
-
-FINDINGS: dict[str, Callable[[pd.DataFrame], Iterator[Finding]]] = {
-    "throughput": on_speed,
-    "throughput_first": on_first,
-    "throughput_fits": on_fits,
-    "throughput_kvpress": on_kvpress,
-}
-VIEWS = {
-    "throughput": show_speeds,
-    "throughput_fits": show_fits,
-    "throughput_kvpress": show_kvpress,
-}
