@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from press_core import AttentionSite, HyperparameterError, RaggedLayer, UnsupportedInputError
 from press_core.attention import softmax_with_sinks
-from press_core.cache.ragged import RaggedLayer
-from press_core.errors import HyperparameterError, UnsupportedInputError
-from press_core.model.sites import AttentionSite
 from press_core.select import upcast
 
 _SIXTEEN = torch.float16, torch.bfloat16
@@ -167,9 +165,7 @@ def check_backend(name: str, site: AttentionSite) -> None:
 
 def by_kv_head(visible: Tensor, n_kv_heads: int) -> Tensor:
     """`(1 or B, 1 or H, q, n)` as `(1 or B, 1 or H_kv, 1 or G, q, n)`."""
-    if visible.shape[1] == 1:
-        return visible.unsqueeze(1)
-    return visible.unflatten(1, (n_kv_heads, -1))
+    return visible.unflatten(1, (min(n_kv_heads, visible.shape[1]), -1))
 
 
 # ---- the kernels ---------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from threading import RLock
 from types import FunctionType
@@ -73,7 +74,10 @@ class _Stack:
         self.patches: tuple[Patch, ...] = ()
         self.is_method = type(_inherited(type(owner), name, None)) is FunctionType
         # For a class the unbound attribute: wrapt binds it at each call.
-        self.wrapped = _inherited(owner, name, wrapped) if isinstance(owner, type) else wrapped
+        self.wrapped = _inherited(owner, name, _MISSING) if isinstance(owner, type) else wrapped
+        if self.wrapped is _MISSING:
+            kind = type(owner).__name__
+            raise TypeError(f"{owner.__name__} has {name!r} from its metaclass {kind}; patch that")
         self.wrapper = _Wrapper(self.wrapped, self.run)
         self.wrapper._self_stack = self
         self.hold(())
@@ -92,12 +96,17 @@ class _Stack:
             call = partial(layer, call)
         return call
 
-    def run(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, wrapped: Any, bound_to: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Called in place of the attribute; `wrapped` is the attribute, bound by wrapt."""
         if not self.layers:  # another library has stored the wrapper
             _unlink_unused(self.owner, self.name)
-        call = self.around(wrapped) if isinstance(self.owner, type) else self.beneath
-        return call(*args, **kwargs)
+        if not isinstance(self.owner, type):
+            return self.beneath(*args, **kwargs)
+        if self.original is _MISSING:  # a base may have been patched since
+            with suppress(TypeError):  # else it is called with an object of another class
+                bases: Any = super(self.owner, self.owner if bound_to is None else bound_to)
+                wrapped = getattr(bases, self.name, wrapped)
+        return self.around(wrapped)(*args, **kwargs)
 
     def beneath(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original, or the attribute that the class has now, which may be patched, too."""
@@ -130,15 +139,16 @@ class Patch:
 
     def remove(self) -> None:
         with _lock:
-            stack, self._stack = self._stack, None
+            stack = self._stack
             if stack is None:
                 return
             stack.hold(tuple(p for p in stack.patches if p is not self))
             if not stack.patches and (copies := _copies_of(stack.owner)):
-                copies.stacks.remove(stack)
+                copies.stacks[:] = [other for other in copies.stacks if other is not stack]
                 if not copies.stacks:
                     del vars(stack.owner)["__reduce_ex__"]
             _unlink_unused(stack.owner, stack.name)
+            self._stack = None  # after an interrupt, removing it again does the rest
 
     @property
     def is_lost(self) -> bool:
@@ -170,8 +180,8 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
 
     Raises:
         AttributeError: if there is no such attribute.
-        TypeError: if the attribute cannot be set, or is not stored in the `__dict__` of the object:
-            a child module, a slot, or a property with a setter.
+        TypeError: if the attribute cannot be set, or is not stored in the `__dict__` of the object
+            (a child module, a slot, or a property with a setter) or, for a class, of it or a base.
     """
     with _lock:
         stack = _stack_of(vars(owner).get(name), owner, name)
@@ -243,16 +253,23 @@ class _CleanReduce:
         owner = self.owner
         reduced: Any = type(owner).__reduce_ex__(owner, protocol)
         make, args, *rest = reduced
-        if rest and isinstance(rest[0], dict):  # a module with a `__reduce__` may have none
-            state = {name: _beneath(name, value) for name, value in rest[0].items()}
-            rest[0] = {n: v for n, v in state.items() if v is not _MISSING}
-        return make, args, *rest
+        # A `torch.fx.GraphModule` is made from its `__dict__`; others are given theirs afterwards.
+        return make, tuple(map(_unpatched, args)), *map(_unpatched, rest)
 
 
 def _copies_of(owner: Any) -> _CleanReduce | None:
     """The `_CleanReduce` of a patched module; else None."""
     reduce = getattr(owner, "__dict__", {}).get("__reduce_ex__")
     return reduce if isinstance(reduce, _CleanReduce) else None
+
+
+def _unpatched(part: Any) -> Any:
+    """A part of what is pickled; of a dict that holds something of ours, a copy without it."""
+    if not isinstance(part, dict):
+        return part
+    beneath = {name: _beneath(name, value) for name, value in part.items()}
+    is_ours = any(beneath[name] is not value for name, value in part.items())
+    return {n: v for n, v in beneath.items() if v is not _MISSING} if is_ours else part
 
 
 def _beneath(name: str, value: Any) -> Any:

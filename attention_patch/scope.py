@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from attention_patch.interception import intercept, with_override
 from attention_patch.kernels import Query, attend_heads, by_kv_head, check_backend, queries_of
 from attention_patch.reversible import Patch, wrap
+from press_core import AttentionSite, Evicts, Phase, RaggedLayer, Scope
 from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
-from press_core.cache.ragged import RaggedLayer
 from press_core.entry import before_attention, begin, joined_forward, leave
 from press_core.forward import Arguments, current, names_of
-from press_core.model.sites import AttentionSite
 from press_core.on_layers import Removable
 from press_core.running.compiled import runs_eagerly
-from press_core.scope import InstalledPress, Scope, ScopeState
+from press_core.scope import InstalledPress, ScopeState
 from press_core.select import upcast
-from press_core.traits import Evicts, Phase
 
 
 def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) -> Tensor:
@@ -82,32 +80,27 @@ def serve(site: AttentionSite, backend: str | None = None) -> Iterator[Patch]:
         backend: name of the kernel, see `kernels`; None: chosen per call.
     """
     yield intercept(site.signature.interface)
-    yield wrap(site.module, "forward", partial(_forward, site, backend))
+    yield helping(site, backend)
+
+
+def helping(site: AttentionSite, backend: str | None = None) -> Patch:
+    """Give the module of `site`, which presses may not work on, what it reads its layer with."""
+    return wrap(site.module, "forward", partial(_forward, site, backend))
 
 
 def _forward(
     site: AttentionSite, backend: str | None, call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    forward = current.forward
+    forward, owner = current.forward, site.place.owner
     if forward is None or not forward.helps or forward.cache is None:
         return call_next(*args, **kwargs)
-    layer = forward.cache.layers[site.layer_idx]
-    if forward.reading is layer:  # another scope has prepared this call
-        return call_next(*args, **kwargs)
-    attends, given = type(layer) in ATTEND, Arguments(args, kwargs, site.signature.parameters)
+    layer = forward.cache.layers[site.layer_idx] if owner is None else None
+    attends = type(layer) in ATTEND and forward.reading is not layer  # else another scope does
+    given = Arguments(args, kwargs, site.signature.parameters)
     given = before_attention(forward, site, given, attends)
-    if not attends:
-        return call_next(*given.args, **given.kwargs)
-    override = partial(attend, site, layer, backend)
-    return call_next(*given.args, **with_override(given.kwargs, override))
-
-
-def beside(other: AttentionSite, call_next: Any, *args: Any, **kwargs: Any) -> Any:
-    """Called instead of the forward of a module that presses do not work on."""
-    forward = current.forward
-    if forward is None or not forward.helps:
-        return call_next(*args, **kwargs)
-    given = before_attention(forward, other, Arguments(args, kwargs, other.signature.parameters))
+    if attends:
+        override = partial(attend, site, layer, backend)
+        given = given._replace(kwargs=with_override(given.kwargs, override))
     return call_next(*given.args, **given.kwargs)
 
 
@@ -136,7 +129,7 @@ class Reading(InstalledPress):
         for site in scope.sites:
             yield from serve(site, self.backend)
         for other in scope.bystanders:
-            yield wrap(other.module, "forward", partial(beside, other))
+            yield helping(other)
 
 
 class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
@@ -170,7 +163,8 @@ class headwise:  # noqa: N801 - used like a function: `with headwise(model):`
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._opened.pop().remove()
+        if self._opened:
+            self._opened.pop().remove()
 
 
 def around_decoder(

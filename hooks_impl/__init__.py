@@ -4,9 +4,7 @@ from hooks_impl.kvpress import SUPPORTED_MODELS, is_prefilling, observed, querie
 from hooks_impl.mechanism import BasePress, ScorerPress
 from hooks_impl.presses import *  # noqa: F403 - every press is listed once, where it is declared
 from hooks_impl.presses import PRESSES
-from press_core.call import AttentionCall
-from press_core.eviction import Eviction
-from press_core.traits import Evicts, Needs, Phase
+from press_core import AttentionCall, Eviction, Evicts, Needs, Phase
 
 __all__ = [
     "PRESSES",

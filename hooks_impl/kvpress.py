@@ -11,20 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hooks_impl.kvpress_views import AttentionView, UnknownSite, view_of
-from press_core import engine
+from press_core import AttentionCall, AttentionSite, Eviction, Press, PressError, engine
 from press_core.budget import Tokens, n_kept
 from press_core.cache.caches import known
-from press_core.call import AttentionCall
-from press_core.errors import PressError, UnsupportedInputError
-from press_core.eviction import Eviction
+from press_core.errors import UnsupportedInputError
 from press_core.fields import require
+from press_core.formulas import Composed, PerLayerCompression, PrefillDecoding
 from press_core.forward import own_cache
-from press_core.model.sites import AttentionSite
 from press_core.observed import Positions
 from press_core.observing import AttentionPass, context_call
-from press_core.press import Press
-from press_core.presses.composed import Composed, PerLayerCompression
-from press_core.presses.decoding import PrefillDecoding
 from press_core.scope import ScopeState
 from press_core.select import is_dense
 from press_core.traits import Needs, Phase, also_needs

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from press_core.errors import UnsupportedInputError
-from press_core.model.sites import AttentionSite
+from press_core import AttentionSite, UnsupportedInputError
 
 
 class AttentionView:

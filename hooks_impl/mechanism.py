@@ -8,11 +8,9 @@ from torch import nn
 
 from attention_patch.scope import serve
 from hooks_impl.kvpress import KvpressCompatible, observed, queries
-from press_core import entry
-from press_core.errors import ScopeError
+from press_core import AttentionSite, ScopeError, entry
 from press_core.forward import Arguments, Forward, current, names_of
 from press_core.model.graphs import forget_graphs
-from press_core.model.sites import AttentionSite
 from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable

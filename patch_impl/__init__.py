@@ -3,9 +3,7 @@
 from patch_impl.mechanism import BasePress, ScorerPress
 from patch_impl.presses import *  # noqa: F403 - every press is listed once, where it is declared
 from patch_impl.presses import PRESSES
-from press_core.call import AttentionCall
-from press_core.eviction import Eviction
-from press_core.traits import Evicts, Needs, Phase
+from press_core import AttentionCall, Eviction, Evicts, Needs, Phase
 
 __all__ = [
     "PRESSES",

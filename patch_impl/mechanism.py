@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from attention_patch.interception import intercept, with_override
 from attention_patch.reversible import is_covered, wrap
-from attention_patch.scope import around_decoder, beside, serve
-from press_core import engine, entry
-from press_core.errors import PressError, ScopeError
+from attention_patch.scope import around_decoder, helping, serve
+from press_core import AttentionSite, PressError, ScopeError, engine, entry
 from press_core.forward import Arguments, current, names_of
-from press_core.model.sites import AttentionSite
 from press_core.observed import Query
 from press_core.observing import AttentionPass
 from press_core.on_layers import Removable
@@ -37,7 +35,9 @@ class BasePress(InstalledPress):
         for name in ("compress", "score"):
             if name not in vars(cls):
                 continue
-            if len(inspect.signature(vars(cls)[name]).parameters) != 2:
+            method = vars(cls)[name]
+            bound = method.__get__(object(), cls) if hasattr(method, "__get__") else method
+            if len(inspect.signature(bound).parameters) != 1:
                 raise PressError(
                     f"{cls.__name__}.{name} has the wrong signature for a press of patch_impl; use "
                     f"def {name}(self, call), with one AttentionCall: read call.keys, call.values, "
@@ -65,7 +65,7 @@ class BasePress(InstalledPress):
             # The last wrapper is the innermost one, so of several scopes the inner one acts first.
             yield wrap(site.module, "forward", partial(_attention, scope, site))
         for other in scope.bystanders:
-            yield wrap(other.module, "forward", partial(beside, other))
+            yield helping(other)
 
     def _check_uncovered(self, module: nn.Module, name: str) -> None:
         if not isinstance(self, Collecting) and is_covered(module, "forward"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from press_core.errors import UnsupportedInputError
 from press_core.model.rotary import alike
 from press_core.model.sites import AttentionSite
-from press_core.observed import Moment, OpenScope, Positions, Query
+from press_core.observed import Moment, Positions, Query
 from press_core.select import gather_each, gather_tokens, upcast
 
 
@@ -40,7 +40,8 @@ class AttentionCall:
         carried: by name `(B, ...)`, what an earlier eviction stored with the layer; see `Eviction`.
         kwargs: the keyword arguments of the module's forward.
         notes: what the press noted before the forward of the decoder.
-        scope: the open scope of the press; None if the press is called by hand.
+        scope: the open scope of the press, of which formulas use `sites` and `prepared`; None if
+            the press is called by hand.
     """
 
     site: AttentionSite
@@ -56,7 +57,7 @@ class AttentionCall:
     carried: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     notes: Mapping[Any, Any] = field(default_factory=dict, repr=False)
-    scope: OpenScope | None = field(default=None, repr=False)
+    scope: Any = field(default=None, repr=False)
 
     @property
     def position_embeddings(self) -> tuple[Tensor, Tensor] | None:

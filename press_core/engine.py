@@ -70,8 +70,10 @@ def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> Decisi
     """
     groups = []
     for rows, slots, part in parts_of(call, occupied, press.row_by_row):
-        is_empty = slots is not None and not len(slots)  # a row without tokens in this turn
-        eviction = Eviction.nothing(part) if is_empty else running.decided(press, part)
+        # Padded turns: a row may have no token, or none whose queries the press could read.
+        has_queries = part.query is None or part.query.states.shape[2]
+        decides = part.length and has_queries
+        eviction = running.decided(press, part) if decides else Eviction.nothing(part)
         groups.append(RowGroup(rows, slots, eviction))
     return Decisions(call, groups, occupied)
 
@@ -87,7 +89,7 @@ def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed 
     """The call for a press to decide about; None if it does not decide yet."""
     layer = known(passed.cache, passed.site.layer_idx)
     is_context = passed.forward.is_context
-    if not is_context and layer.carried and layer.refusal and press.evicts is Evicts.PER_HEAD:
+    if not is_context and evicts_later(press, layer):
         return _new_tokens(scope, passed, layer)
     require_readable(layer, passed.site)
     if not is_context:
@@ -102,6 +104,11 @@ def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed 
     if scope.traits.remembers:
         call = call.replace(memory=remembered(press, call, occupied))
     return call, occupied
+
+
+def evicts_later(press: Press, layer: PrunedLayer) -> bool:
+    """Whether heads of `layer` differ in length, and `press` goes on evicting from them."""
+    return bool(layer.carried and layer.refusal) and press.evicts is Evicts.PER_HEAD
 
 
 def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:

@@ -26,6 +26,7 @@ from press_core.cache.caches import (
     pruned_layers,
     put_back_reset,
 )
+from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
@@ -39,7 +40,7 @@ from press_core.cache.reading import (
     with_newest_columns,
 )
 from press_core.cache.slots import need_masks_beside, note_masked
-from press_core.engine import prune_before
+from press_core.engine import evicts_later, prune_before, require_readable
 from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, cache_after, current
 from press_core.model.sites import AttentionSite
@@ -224,6 +225,10 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
         for site in scope.sites:
             check_prunable(cache, site.layer_idx)
     if scope.traits.phases & Phase.IN_PREFILL:
+        mask = for_full_attention(forward.given.get(MASK))
+        at_once = is_empty(cache, scope.first) and not forward.n_remaining
+        if cache is not None and at_once and isinstance(mask, Tensor) and mask.dim() == 2:
+            prefill_tokens(mask, forward.n_tokens, len(mask))  # or raise before any layer is filled
         forward.acting[scope] = Progress()
 
 
@@ -240,6 +245,11 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     scope.remember(cache, scope.first, first, memory)
     n_steps, n_forwards = memory.ticks - FIRST, memory.all_ticks - FIRST
     if scope.acts_in_step(n_steps, forward.n_tokens):
+        for site in scope.sites:  # before any layer gets tokens that others will not
+            if site.layer_idx < len(cache.layers):  # a model may have run its first layers only
+                layer = known(cache, site.layer_idx)
+                if not evicts_later(scope.press, layer):
+                    require_readable(layer, site)
         forward.acting[scope] = Progress(n_steps, n_forwards)
 
 

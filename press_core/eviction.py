@@ -228,10 +228,9 @@ class Eviction:
         """The same with the keys rerotated to the positions `0 ... n - 1`; new tokens start at `n`.
 
         Raises:
-            UnsupportedInputError: if the press did not report which keys it kept.
+            UnsupportedInputError: if the press did not report which keys it kept, or without RoPE.
         """
-        n, rotary, left, keys = self.length, self.call.site.rotary, self.next_call(), self.keys
-        assert rotary is not None
+        n, rotary, left, keys = self.length, self.call.site.rotation, self.next_call(), self.keys
         if isinstance(rotary, NoRotation):  # this layer's keys do not depend on positions
             return self
         positions = torch.arange(n, device=keys.device).expand(keys.shape[:3])

@@ -74,6 +74,17 @@ def require_whole(at_least: int, **given: Any) -> None:
             )
 
 
+def require_amounts(**given: Any) -> None:
+    """Raise a `HyperparameterError` unless all are lists of compression ratios or `Tokens`."""
+    for name, amounts in given.items():
+        is_list = hasattr(amounts, "__getitem__") and len(amounts) > 0
+        if not (is_list and all(map(is_amount, amounts))):
+            raise HyperparameterError(
+                f"{name}={reprlib.repr(amounts)}: {name} must be a list of numbers in [0, 1), or "
+                "of the Tokens to keep, at least one"
+            )
+
+
 _PLAIN: dict[Any, tuple[type, str]] = {
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
@@ -87,8 +98,9 @@ _PLAIN: dict[Any, tuple[type, str]] = {
 def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
     """Raise if a field of `press` holds a value that it does not take.
 
-    Types are checked for fields of plain types, of `Literal` strings and of a single press. No
-    field may hold a model, unless that is its default.
+    Types are checked for fields of plain types, of `Literal` strings and of a single press; a field
+    that a class leaves for later, `field(init=False)`, once it is set. Only a field of another type
+    that declares nothing may hold a model.
 
     Args:
         kind: the base class of all presses, whose methods and properties no field may replace.
@@ -98,19 +110,20 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
         HyperparameterError: with the field, its value and what is allowed.
     """
     types = _PLAIN | {kind: (kind, "a press installed by the same mechanism")}
-    annotations = _annotations(press.__class__)
-    for declared in fields(press):
-        value, name = getattr(press, declared.name), type(press).__name__
+    annotations, name = _annotations(press.__class__), type(press).__name__
+    known = [declared for declared in fields(press) if hasattr(press, declared.name)]
+    for declared in known:
+        value, annotation = getattr(press, declared.name), annotations.get(declared.name)
         own = None if declared.name in traits else getattr(kind, declared.name, None)
         is_free = not (callable(own) or isinstance(own, property))
         require(press, declared.name, is_free, "renamed: presses have a method of that name")
-        if isinstance(value, nn.Module) and value is not declared.default:
-            advice = "a press is constructed first and then opened on the model"
-            require(press, declared.name, False, f"no model: {advice}, as in {name}(...)(model)")
-        annotation = annotations.get(declared.name)
         is_union = get_origin(annotation) in (Union, UnionType)
         members = get_args(annotation) if is_union else (annotation,)
-        if types.keys() >= set(members) and value is not declared.default:
+        is_plain = types.keys() >= set(members)
+        if isinstance(value, nn.Module) and (is_plain or "holds" in declared.metadata):
+            advice = "a press is constructed first and then opened on the model"
+            require(press, declared.name, False, f"no model: {advice}, as in {name}(...)(model)")
+        if is_plain and value is not declared.default:
             fits = any(isinstance(value, types[member][0]) for member in members)
             fits = fits and (not isinstance(value, bool) or bool in members)
             allowed = " or ".join(types[member][1] for member in members)
@@ -122,7 +135,7 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
-    for declared in fields(press):
+    for declared in known:
         if "above" in declared.metadata:
             other, value = declared.metadata["above"], getattr(press, declared.name)
             least = getattr(press, other)

@@ -1,25 +1,8 @@
 """The parts of an `AttentionCall`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor
-
-from press_core.model.sites import AttentionSite
-
-
-class OpenScope(Protocol):
-    """The interface of a scope that formulas may use."""
-
-    @property
-    def sites(self) -> Sequence[AttentionSite]:
-        """The attention modules that the press works on."""
-        ...
-
-    def prepared(self, press: Any) -> Any:
-        """What `press.prepare(model)` returned when the scope was opened."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,8 @@ class OnLayers:
         """Install the scopes that are off, for a forward that needs them."""
         with self._lock:
             for scope, installed in self.by_scope.items():
-                if not installed:
+                if not installed or not self.are_on:
+                    removed(installed)  # an interrupt may have left some of them
                     self.by_scope[scope] = _installed(scope)
             self.are_on, self._n_compiled = True, n_compiled()
 

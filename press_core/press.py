@@ -363,7 +363,7 @@ class Press:
         return 0.0 if self.last_run is None else self.last_run.compression_ratio
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self).items() if not name.startswith("_last_")}
+        return {n: x for n, x in vars(self).items() if n not in ("_last_run", "_last_scope")}
 
 
 @dataclass

@@ -59,7 +59,8 @@ class Traits:
 
     @classmethod
     def of(cls, press: Press) -> Traits:
-        needs, phases, thread = press.all_needs, press.observed_phases, vars(press).get("thread")
+        needs, phases = press.all_needs, press.observed_phases
+        thread = vars(press).get("only_thread")
         others = phases & ~(Phase.ON_CONTEXTS | Phase.DECODING)
         attends = phases & (Phase.IN_PREFILL | Phase.DECODING)
         remembers = bool(needs & Needs.MEMORY)

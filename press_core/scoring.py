@@ -171,13 +171,13 @@ class Collecting(Press):
         see: the function; it gets a call for each group of equally padded rows, without padding.
         reads: what the calls have to contain.
         phases: the forwards to pass on: of prefills, or of decoding.
-        thread: the thread whose forwards to pass on; None: all.
+        only_thread: the thread whose forwards to pass on; None: all.
     """
 
     see: Callable[[AttentionCall], Any]
     reads: Needs = Needs.QUERIES
     phases: Phase = Phase.PREFILL
-    thread: int | None = None
+    only_thread: int | None = None
 
     evicts = Evicts.NOTHING
 

@@ -19,6 +19,7 @@ from press_core import (
     UnsupportedModelError,
     attention_sites,
     kept_lengths,
+    prefill,
 )
 from tests.presses import listed
 from tests.support import (
@@ -29,6 +30,7 @@ from tests.support import (
     context_for,
     example_for,
     filled,
+    held,
     table_beside,
     token_ids,
 )
@@ -78,6 +80,15 @@ def test_a_model_in_place_of_a_press_made(package, name):
 
 def test_numbers_of_numpy_are_numbers(package):
     assert package.SnapKVPress(numpy.float32(0.5), window_size=numpy.int64(4)).window_size == 4
+    model, ids, caches = build("llama"), token_ids(1, 20), []
+    for seed, n in ((100, 6), (numpy.int8(100), numpy.int64(6))):
+        caches.append(DynamicCache(config=model.config))
+        with package.RandomPress(0.5, seed)(model):
+            prefill(model, ids, caches[-1], n)
+    assert held(caches[0]) == held(caches[1])
+    for n in (0, True, 2.5):
+        with pytest.raises(HyperparameterError, match=f"chunk_size={n}: .* 1 or more"):
+            prefill(model, ids, DynamicCache(), n)
 
 
 @both

@@ -9,7 +9,18 @@ from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
 from tests.presses import TABLES, listed
 from tests.slow import Whole
-from tests.support import both, filled, forwards, held, left_padded, make, nested, ran, table_beside
+from tests.support import (
+    both,
+    example_for,
+    filled,
+    forwards,
+    held,
+    left_padded,
+    make,
+    nested,
+    ran,
+    table_beside,
+)
 
 # ---- at intervals --------------------------------------------------------------------------------
 
@@ -171,6 +182,27 @@ def test_sinks_are_rotated_by_the_frequencies_of_the_window(package):
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     moved = torch.cat((ids[:, :28], ids[:, :2], ids[:, 30:]), dim=1)
     torch.testing.assert_close(found, filled(model, None, moved).layers[0].keys[:, :, 28:30])
+
+
+READ_QUERIES = ["CapPress", "CompactorPress", "DropKVPress", "ExpectedAttentionPress", "RKVPress"]
+
+
+@pytest.mark.parametrize("name", [*READ_QUERIES, "NonCausalAttnPress", "SnapKVPress"])
+def test_a_row_without_new_tokens_is_not_pruned_by_queries(package, name):
+    """Alone it would not even run."""
+    model, (ids, mask, positions) = make(), left_padded(2, 30, [10, 0])
+    press = package.DecodingPress(example_for(package, name, 0.0, model), 1, target_size=12)
+    cache, step = DynamicCache(config=model.config), torch.tensor([[1], [0]])
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions)
+        more = {
+            "attention_mask": torch.cat((mask, step), dim=1),
+            "position_ids": 20 + 9 * (1 - step),
+        }
+        model(ids[:, :1], past_key_values=cache, **more)
+    alone, _ = ran(model, press, [ids[:1, 10:], ids[:1, :1]])
+    for both_rows, row in zip(held(cache), held(alone), strict=True):
+        assert both_rows == [[[10 + p for p in head] for head in row[0]], [[*range(30)]] * 2]
 
 
 @pytest.mark.parametrize("n_padding", [1, 3])  # positions go on over one that is not counted

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import hooks_impl
@@ -103,19 +104,23 @@ def by_query(seen):
 MASKS = {
     "whole": (whole, 2),
     "hides context": (of_context, 2),
+    "hides context, tokens to come": (of_context, 2.5),
     "hides the first": (first_tokens, 2),
     "hides a question": (of_question, 2),
     "causal, 4-d": (whole, 4),
     "hides context, 4-d": (of_context, 4),
     "other for each query": (by_query, 4),
 }
-"""What lets later tokens see less of what they see, `(B, 1 or H, n, N)` bool, and dimensions."""
+"""What lets later tokens see less of what they see, `(B, 1 or H, n, N)` bool, and dimensions.
+
+2.5: two, and columns for tokens that are to come.
+"""
 
 
 def in_form(seen, dims, form):
     """The mask of a turn as a user gives it, from what its tokens see, `(B, 1 or H, q, n)`."""
-    if dims == 2:
-        return seen[:, 0, -1].long()
+    if dims != 4:
+        return pad(seen[:, 0, -1].long(), (0, 7 * (dims > 2)))
     if form == "eager":
         return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     return seen

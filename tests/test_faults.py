@@ -5,8 +5,9 @@ import torch
 from transformers import DynamicCache
 
 import hooks_impl
+from attention_patch import headwise
 from experiments.testbed.recipes import PROMPTS
-from press_core import Phase, PressError, ScopeError, kept_lengths
+from press_core import Phase, PressError, ScopeError, UnsupportedInputError, kept_lengths
 from press_core.cache.pruned import CROP_TAKES_LENGTH
 from tests.support import both, build, example_for, filled, held, left_padded, token_ids
 
@@ -136,6 +137,22 @@ def test_a_crop_that_some_layers_refuse_leaves_no_cache_to_read(package):
             cache.crop(17 if CROP_TAKES_LENGTH else -3)
         with pytest.raises(ScopeError, match="crop"):
             model(token_ids(1, 1), past_key_values=cache)
+
+
+@both
+@pytest.mark.parametrize("seen", [0, 20])
+def test_what_is_refused_brings_no_layer_tokens(package, seen):
+    """A context that is padded on the right, or a step over heads that differ in length."""
+    model, cache = build("llama"), DynamicCache()
+    press, mask = package.H2OPress(0.5), torch.ones(1, 10, dtype=torch.long)
+    if seen:
+        filled(model, package.AdaKVPress(package.KnormPress(0.5)), token_ids(1, seen), cache)
+    else:
+        mask[:, -3:] = 0
+    told = pytest.raises(UnsupportedInputError, match=r"left-padded|outermost")
+    with headwise(model), press(model), told:
+        model(token_ids(1, 10), past_key_values=cache, attention_mask=None if seen else mask)
+    assert [layer.get_seq_length() for layer in cache.layers] == [seen] * (2 if seen else 0)
 
 
 def test_every_head_keeps_its_share_beside_infinite_scores(package):

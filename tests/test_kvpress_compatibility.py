@@ -288,6 +288,21 @@ def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press, kwa
         press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, kwargs)
 
 
+@pytest.mark.parametrize(
+    "press",
+    [
+        DecodingPress(KnormPress(), target_size=10),
+        hooks_impl.CompressionRatioDecodingPress(KnormPress(), target_compression_ratio=0.75),
+    ],
+    ids=lambda press: type(press).__name__,
+)
+def test_compress_while_decoding_outside_of_any_scope(press):
+    attention = build("llama", num_layers=1).model.layers[0].self_attn
+    keys = torch.randn(1, 2, 40, 16)
+    left, _ = press.compress(attention, torch.zeros(1, 1, 64), keys, keys, None, {})
+    assert left.shape[2] == 10
+
+
 @dataclass
 class Windowed(ScorerPress):
     """Makes its queries of hidden states and `position_embeddings`, as presses of kvpress do."""

@@ -1,11 +1,12 @@
 """Presses as users write them, wrap them and get them wrong: right, or refused with what to do."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from itertools import product
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 import hooks_impl
@@ -140,13 +141,14 @@ def test_a_forward_hook_that_writes_keys_itself():
         filled(model, None, token_ids(1, 1), cache)
 
 
+@both
 @pytest.mark.parametrize("kind", [staticmethod, classmethod, partialmethod])
-def test_scores_that_are_methods_of_other_kinds(kind):
-    def score(module, states, keys, *others):
-        return keys.norm(dim=-1)
+def test_scores_that_are_methods_of_other_kinds(package, kind):
+    def score(*given):
+        return package.KnormPress().score(*given)
 
     method = kind(score if kind is staticmethod else lambda _, *given: score(*given))
-    press = type("Own", (hooks_impl.ScorerPress,), {"score": method})
+    press = type("Own", (package.ScorerPress,), {"score": method})
     assert lengths(press(0.5)) == [[20, 20]] * 2
 
 
@@ -303,6 +305,45 @@ def test_what_a_class_has_put_into_a_press_stays_there(package, base):
     assert press.seen == [(0, "mine", 64), (1, "mine", 64)]
 
 
+def test_fields_may_be_set_later_or_hold_a_network(package):
+    """As those of presses that learn something, where they open on a model."""
+
+    @dataclass
+    class Own(package.ScorerPress):
+        network: nn.Module | None = None
+        n_layers: int = field(init=False)
+
+        def post_init_from_model(self, model):
+            self.network, self.n_layers = nn.Linear(1, 1), model.config.num_hidden_layers
+
+        def score(self, *given):
+            return self.network(scorer.score(*given).unsqueeze(-1)).squeeze(-1)
+
+    press, scorer = Own(0.5), package.KnormPress()
+    assert lengths(press) == lengths(press) == [[20, 20]] * press.n_layers
+    assert Own(0.5, nn.Linear(1, 1)).with_ratio(0.25).compression_ratio == 0.25
+    press.n_layers = "two"
+    with pytest.raises(HyperparameterError, match=r"n_layers.*whole number"):
+        lengths(press)
+
+
+def test_attributes_of_a_class_mean_nothing_here(package):
+    press = package.KnormPress(0.5)
+    press.thread, press._last_scores = "main", [1]
+    assert lengths(press) == [[20, 20]] * 2
+    copied = press.with_ratio(0.25)
+    assert (copied.thread, copied._last_scores) == ("main", [1])
+
+
+def test_keys_are_not_rotated_where_the_model_rotates_none(package):
+    class Turning(package.BasePress):
+        def compress(self, call):
+            return Eviction.nothing(call).rerotated()
+
+    with pytest.raises(UnsupportedInputError, match=r"rotary.*Needs\.ROPE"):
+        filled(build("gpt2"), Turning(), token_ids(1, 20))
+
+
 # ---- fields --------------------------------------------------------------------------------------
 
 
@@ -387,9 +428,16 @@ def test_a_layer_made_in_other_modes_is_read_with_gradients(package, name):
 # ---- rows, amounts, memory -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapped", ["ChunkPress", "ChunkKVPress", "EntropyGatedChunkKVPress"])
-def test_the_budget_that_a_press_around_another_sets(package, wrapped):
-    inner = getattr(package, wrapped)(package.KnormPress(0.1), chunk_length=5)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("ChunkPress(knorm, 5)", "ChunkKVPress(knorm, 5)", "EntropyGatedChunkKVPress(knorm, 5)"),
+        "ComposedPress([StreamingLLMPress(0.1), knorm])",
+        "PerLayerCompressionPress(knorm, [Tokens(40)] * 2)",
+    ],
+)
+def test_the_budget_that_a_press_around_another_sets(package, text):
+    inner = eval(text, {**package.PRESSES, "Tokens": Tokens, "knorm": package.KnormPress(0.1)})
 
     class Around(package.BasePress):
         def compress(self, call):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hooks_impl
@@ -155,6 +156,23 @@ def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(pac
             given = {"attention_mask": seen[..., :n], "past_key_values": cache}
             logits.append(model(ids[:, 20:], **given).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
+@in_turn("name, later", ["keys", "rerotated", "streaming", "heavy hitters"], [0, 1])
+def test_a_mask_may_have_columns_for_tokens_that_are_to_come(package, name, later):
+    """Of any value, as for tokens seen: they hide padding, also in a question."""
+    model, (ids, mask, positions), found = build("llama"), left_padded(2, 32, [6, 0]), []
+    mask[1, 20:22] = 0
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    for n_later in (0, 9):
+        cache = StaticCache(config=model.config, max_cache_len=48)
+        with PRESSES[name](package)(model):
+            for start, end in ((0, 20), (20, 25), *((n, n + 1) for n in range(25, 32))):
+                given = {"attention_mask": pad(mask[:, :end], (0, n_later), value=later)}
+                given |= {"position_ids": positions[:, start:end], "past_key_values": cache}
+                found.append(model(ids[:, start:end], **given).logits[:, -1])
+        found += kept_positions(cache)
+    torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :])
 
 
 @pytest.mark.usefixtures("no_graphs_after")

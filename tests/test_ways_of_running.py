@@ -65,6 +65,29 @@ def test_a_function_compiled_or_traced_is_pruned_by_one_press_after_the_other(pa
 
 @both
 @pytest.mark.usefixtures("no_graphs_after")
+@pytest.mark.parametrize("closed", [True, False])
+def test_code_behind_an_interrupt_is_not_compiled(package, closed):
+    """Once the press is closed, or a forward finds that the one before has ended."""
+    model, graphs, ids = build("llama", num_layers=1), [], token_ids(1, LENGTH)
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    press = package.KnormPress(0.5)
+    with press(model):
+        theirs = model.model.layers[0].mlp.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compiled(ids, past_key_values=DynamicCache())
+        theirs.remove()
+        n_graphs = len(graphs)
+        press.remove() if closed else model(ids, past_key_values=DynamicCache())
+        (lambda: torch.ones(2) + 1)()
+        assert len(graphs) == n_graphs
+
+
+@both
+@pytest.mark.usefixtures("no_graphs_after")
 @pytest.mark.parametrize("name", ["buffers", "evicts in every step"])
 def test_steps_in_which_a_press_acts_leave_no_graphs(package, name):
     model, graphs, logits = build("llama", num_layers=1), [], []

@@ -206,7 +206,7 @@ def fitted_pair(pair: PressPair, model: PreTrainedModel) -> PressPair:
 def _fitted(press: InstalledPress, model: PreTrainedModel) -> InstalledPress:
     changed: dict[str, Any] = {}
     for field in fields(press):
-        value = getattr(press, field.name)
+        value: Any = getattr(press, field.name, None)
         if isinstance(value, InstalledPress):
             changed[field.name] = _fitted(value, model)
         elif field.name == "presses":

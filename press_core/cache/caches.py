@@ -23,11 +23,6 @@ class PrunedHybridLayer(PrunedLayer):
 
     is_croppable = False
 
-    def drop_last(self, n: int) -> None:
-        raise UnsupportedCacheError(
-            "a pruned layer with a linear-attention state cannot remove its latest tokens"
-        )
-
 
 HybridLayer: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
 """Layer with keys, values and a linear-attention state; transformers 5.2 does not have it."""

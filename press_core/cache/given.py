@@ -51,7 +51,7 @@ def check_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
     n_columns = count + n_new
     if count != n_seen:
         _check_columns(mask, n_columns)
-    hides = count == n_seen == mask.shape[1] - n_new and not bool(mask[:, : kept.n_seen].all())
+    hides = count == n_seen <= mask.shape[1] - n_new and not bool(mask[:, : kept.n_seen].all())
     if hides and not kept.is_padded:
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {kept.n_seen} tokens before the pruning, and "

@@ -130,6 +130,8 @@ def prefill_tokens(mask: Any, length: int, batch: int) -> Tensor | None:
     """
     if mask is None:
         return None
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        mask = mask[:, :length]  # it may have columns for tokens that are to come
     refuse_bias(mask)
     visible = visible_tokens(mask, length, batch)
     tokens = torch.ones(batch, length, dtype=torch.bool) if visible is None else visible

@@ -46,10 +46,9 @@ class Step:
     n: int
     states: Mapping[str, Tensor]
 
-    def cut(self, start: int, stop: int) -> Step:
-        """The same for the tokens `start` to `stop`."""
-        kept = {name: x[..., start:stop, :] for name, x in self.states.items()}
-        return Step(stop - start, kept)
+    def first(self, n: int) -> Step:
+        """The same for the first `n` tokens."""
+        return Step(n, {name: x[..., :n, :] for name, x in self.states.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +80,13 @@ class Memory:
         """The memory with the states of the newest tokens appended.
 
         Args:
-            limit: how many of the tokens before this step are still needed; None: all. Older states
-                are dropped only when the next step arrives, so that a crop can remove new tokens.
+            limit: how many of the tokens before this step are still needed; None: all. Older steps
+                are dropped only when the next one arrives, so that a crop can remove new tokens.
         """
-        steps, excess = self.steps, 0 if limit is None else max(0, self.n_known - limit)
-        n_known = self.n_known - excess + step.n
-        while excess and steps[0].n <= excess:
-            excess, steps = excess - steps[0].n, steps[1:]
-        if excess:
-            steps = (steps[0].cut(excess, steps[0].n), *steps[1:])
-        return replace(self, steps=(*steps, step), n_known=n_known)
+        steps, n_known = self.steps, self.n_known
+        while limit is not None and steps and n_known - steps[0].n >= limit:
+            n_known, steps = n_known - steps[0].n, steps[1:]
+        return replace(self, steps=(*steps, step), n_known=n_known + step.n)
 
     def last(self, limit: int | None = None) -> dict[str, Tensor]:
         """By name, the states of the last `limit` tokens, `(B, ..., limit, channels)`."""
@@ -125,7 +121,7 @@ class Memory:
         steps = self.steps
         while n and steps:
             *before, last = steps
-            left = [last.cut(0, last.n - n)] if last.n > n else []
+            left = [last.first(last.n - n)] if last.n > n else []
             n, steps = max(0, n - last.n), (*before, *left)
         n_known = sum([step.n for step in steps])
         return replace(self, ticks=ticks, all_ticks=all_ticks, steps=steps, n_known=n_known)

@@ -17,9 +17,10 @@ from transformers.cache_utils import DynamicLayer
 
 from press_core.cache import given
 from press_core.cache.memory import Key, Memory
-from press_core.cache.tokens import Kept, ReadingNeeds, Uneven, extended, of_rows
+from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, current
+from press_core.traits import Evicts
 
 # transformers 5.2 crops to a length; later releases take the number of tokens to remove.
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -53,10 +54,14 @@ class PrunedLayer(DynamicLayer):
         has_sized_mask: whether a mask was built for its slots since it was last read.
         refusal: why a press cannot prune this layer again; empty: it can.
         unreadable: error message for a forward that lacks what `needs` lists.
+        stores, storage: the most that a press may evict from it, and why, for messages.
+        is_croppable: whether its latest tokens can be removed.
     """
 
     is_unusable = False
     is_first = False
+    stores, storage = Evicts.CHANNELS, ""
+    is_croppable = True
     refusal = ""
     unreadable = (
         "this cache holds rows or layers of different lengths, which the model's own attention "
@@ -160,10 +165,8 @@ class PrunedLayer(DynamicLayer):
                 "saying which tokens it kept; let its compress return Eviction.keep(call, "
                 "positions)"
             )
-        positions = self.positions
-        if context.shape[1] > positions.shape[1]:  # one mask per query head
-            group = context.shape[1] // positions.shape[1]
-            positions = positions.repeat_interleave(group, dim=1)
+        group = max(1, context.shape[1] // self.positions.shape[1])
+        positions = self.positions.repeat_interleave(group, dim=1)  # one mask per query head
         batch, heads, n = positions.shape
         context = context.to(self.device).expand(batch, heads, -1, -1)
         index = positions.long().clamp(min=0).unsqueeze(2).expand(-1, -1, context.shape[2], n)
@@ -240,12 +243,10 @@ class PrunedLayer(DynamicLayer):
     def stop_sharing(self) -> None:
         """Let changes in place leave the states alone that `update` has returned."""
 
-    def check_stores(self, kept: Uneven) -> None:
-        """Raise if this kind of layer cannot store what the press keeps.
-
-        Raises:
-            UnsupportedCacheError: naming `kept` and what to use.
-        """
+    def check_stores(self, evicts: Evicts, late: bool = False) -> None:
+        """Raise if it cannot store what `evicts` leaves, or what is evicted `late`, by head."""
+        if evicts > self.stores or (late and self.room is not None):
+            raise UnsupportedCacheError(f"{self.storage}; a press evicts more, use a DynamicCache")
 
     def settled(self) -> PrunedLayer:
         """The layer that stores the states after a press has kept all of them."""
@@ -359,6 +360,8 @@ class PrunedLayer(DynamicLayer):
                 "cannot be undone; crop no more than these, and open no scope on the assistant of "
                 "speculative decoding, whose cache is cropped"
             )
+        if not self.is_croppable:
+            raise UnsupportedCacheError(f"{type(self.inner).__name__} cannot remove latest tokens")
         self.drop_last(remove)
         self.memories = {key: memory.without_last(remove) for key, memory in self.memories.items()}
 

@@ -88,7 +88,8 @@ def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
     """Whether a 2-d mask hides tokens that were appended after pruning (padding)."""
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
-    return not bool(mask[:, -layer.n_recent - forward.n_tokens :].all())
+    first = min(layer.kept.n_seen, mask.shape[1] - layer.n_recent - forward.n_tokens)
+    return not bool(mask[:, first:].all())
 
 
 def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Arguments:
@@ -102,12 +103,13 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
         UnsupportedInputError: if the mask hides tokens of a pruned context without padding.
     """
     given, mask = forward.given, forward.given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        return given
     rerotated = [layer for layer in layers if layer.kept.shift]
-    if not rerotated:
+    if not rerotated or not isinstance(mask, Tensor) or mask.dim() != 2:
         return given
-    layer, n_before = rerotated[0], mask.shape[1] - forward.n_tokens
+    layer = rerotated[0]
+    if not torch.compiler.is_compiling():
+        mask = mask[:, : layer.n_seen + forward.n_tokens]  # without tokens that are to come
+    n_before = mask.shape[1] - forward.n_tokens
     n_removed, n_context = n_before - forward.cache.get_seq_length(), n_before - layer.n_counted
     if torch.compiler.is_compiling() and layer.room is not None:  # both are values of tensors
         if not layer.kept.is_padded:
@@ -146,7 +148,9 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     first, latest = layers[0], max([layer.kept.n_seen for layer in layers])
     kept = next(layer.kept for layer in layers if layer.kept.n_seen == latest)
     if mask.dim() == 2:  # with a shift, it is cut to the tokens that the model counts
-        of_tokens = mask.shape[-1] == first.n_seen + forward.n_tokens and not first.kept.shift
+        n_later = mask.shape[-1] - first.n_seen - forward.n_tokens  # columns for tokens to come
+        of_tokens = n_later == 0 or (n_later > 0 and not torch.compiler.is_compiling())
+        of_tokens = of_tokens and not first.kept.shift
     else:
         of_tokens = is_of_tokens(forward, first)
     if not of_tokens:
@@ -164,9 +168,11 @@ def _hidden_context(forward: Forward) -> Tensor | None:
 def with_filled_columns(forward: Forward, first: PrunedLayer) -> Arguments:
     """The decoder's arguments, with a mask whose last column is that of the last token.
 
-    That of a static cache may have more, for slots of `first` that are empty or for later tokens.
+    It may have more, for slots of `first` that are empty or for later tokens.
     """
-    n = forward.n_tokens
+    n, mask = forward.n_tokens, forward.given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return forward.given.replace(attention_mask=mask[:, : first.n_seen + n])
     if is_of_tokens(forward, first):
         return _with_columns(forward, lambda mask: masks.part_of(mask, 0, first.n_seen + n))
     return _with_columns(forward, lambda mask: filled_columns(mask, first, n))
@@ -302,8 +308,7 @@ def _with_positions(
         lambda: _positions(forward, mask, layer),
         *("positions", mask, layer.kept.n_seen, layer.kept.following or ()),
     )
-    rotary, n = site.rotary, forward.n_tokens
-    assert rotary is not None
+    rotary, n = site.rotation, forward.n_tokens
     if rotary.in_3d and n > 1 and given.get("position_embeddings") is not None:
         _require_text(site, given, n, layer.n_seen + n)
     embeddings = forward.once(
@@ -320,13 +325,9 @@ def _with_positions(
 def _positions(forward: Forward, mask: Any, layer: PrunedLayer) -> Tensor:
     """Positions of the forward's tokens, `(B, q)` int64."""
     q = forward.n_tokens
-    if layer.room is None:
-        n = layer.n_recent + q
-        real = masks.visible_tokens(mask, n, layer.batch)
-        real = None if real is None else real.to(layer.device)
-        return layer.following_positions(n, real)[:, -q:]
-    n = layer.room + q  # also those of tokens that a full buffer then refuses
-    real = masks.one_for_all_heads(_recent(forward, mask, layer, n))[:, 0, -1]
+    # Of a buffer also the slots of tokens that it refuses later, because it is full.
+    n = (layer.n_recent if layer.room is None else layer.room) + q
+    real = masks.one_for_all_heads(_recent(forward, mask, layer, n)[:, :, -1:])[:, 0, 0]
     slots = layer.n_counted + torch.arange(q, device=layer.device)
     return layer.following_positions(n, real).index_select(1, slots)
 
@@ -341,8 +342,7 @@ def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) ->
     Raises:
         UnsupportedInputError: if there are such tokens (an image).
     """
-    rotary, (cos, sin) = site.rotary, given.get("position_embeddings")
-    assert rotary is not None
+    rotary, (cos, sin) = site.rotation, given.get("position_embeddings")
     real = masks.visible_tokens(given.get("attention_mask"), n, len(cos))
     real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
     last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)

@@ -2,21 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
-from enum import Enum, Flag, auto
+from enum import Flag, auto
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
-
-
-class Uneven(str, Enum):
-    """What a press may leave in a layer that not every kind of cache can store, for messages."""
-
-    CHANNELS = "some channels of the keys"
-    HEADS = "other tokens for each head"
-    HEADS_AND_LATER = "other tokens for each head, and evicts some later"
 
 
 class ReadingNeeds(Flag):

@@ -14,10 +14,11 @@ from press_core.cache.positions import real_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
 from press_core.cache.slots import reading_needs
-from press_core.cache.tokens import Kept, Uneven
+from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.rows import Decisions
+from press_core.traits import Evicts
 
 
 def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
@@ -143,7 +144,7 @@ def _even(old: PrunedLayer, decisions: Decisions) -> PrunedLayer:
     states = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     if decisions.any("channels"):
         channels = decisions.joined(lambda e: e.channels)
-        old.check_stores(Uneven.CHANNELS)
+        old.check_stores(Evicts.CHANNELS)
         inner = old.holding(*states).inner
         layer: PrunedLayer = ChannelPrunedLayer(inner, channels, decisions.call.keys.shape[-1])
     else:
@@ -200,7 +201,7 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
 
     late = any(eviction.carried for eviction in decisions.evictions)
     kept = Kept(n_seen=old.n_seen, real=real_tokens(old, decisions.occupied))
-    old.check_stores(Uneven.HEADS_AND_LATER if late else Uneven.HEADS)
+    old.check_stores(Evicts.PER_HEAD, late)
     keys, values = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     site, positions = decisions.call.site, _positions(old, decisions)
     assert positions is not None

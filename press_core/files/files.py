@@ -132,7 +132,8 @@ def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
     with refused(path, "is no compressed cache"):
         require(path.is_file(), "there is no file")
         about = dict(read(path, "")[0])
-        require(about.get("kind") == KIND, "nothing in it says so")
+        holds = f"it holds {about['kind']!s:.80}" if "kind" in about else "nothing in it says so"
+        require(about.get("kind") == KIND, holds)
         if not any_version:
             check_version(about, FORMAT_VERSION)
     return about

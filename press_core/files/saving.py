@@ -11,6 +11,7 @@ cache = load_cache("context.safetensors", model)
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
@@ -91,7 +92,7 @@ def save_cache(
         model: the model that filled the cache.
         press: the press that pruned it, for the description.
         input_ids, attention_mask: of the context, `(B, S)`, which `generate` needs again.
-        notes: further JSON data to store.
+        notes: a dict of further JSON data to store.
         overwrite: replace an existing file if it is a compressed cache.
 
     Returns:
@@ -113,20 +114,36 @@ def save_cache(
         )
     tensors: dict[str, Tensor] = {}
     given = {"input_ids": input_ids, "attention_mask": attention_mask}
-    inputs = {name: ids.long() for name, ids in given.items() if ids is not None}
+    inputs, said = _checked(path, given, notes)
     described = {"press": None if press is None else repr(press), **_summary(cache, sites)}
     about = {
         "kind": files.KIND,
         "version": files.FORMAT_VERSION,
         "made_with": {name: _version(name) for name in ("hook-or-patch", "transformers", "torch")},
         "model": {"name": name_of(model), **identity(model)},
-        "notes": dict(notes or {}),
+        "notes": said,
         "about": files.sealed({**described, "inputs": inputs}, "about", tensors, {}),
         "caches": files.sealed(_layers(cache), "cache", tensors, files.kinds_of(model.config)),
     }
     with files.refused(path, "cannot be written"):
         files.write(path, tensors, about, overwrite)
     return path
+
+
+def _checked(path: Path, given: Mapping[str, Any], notes: Any) -> tuple[dict[str, Tensor], Any]:
+    """The inputs that are `given`, int64, and the notes.
+
+    Raises:
+        CacheFileError: if those are no tensors, or these no dict of JSON data.
+    """
+    inputs = {name: ids for name, ids in given.items() if ids is not None}
+    with files.refused(path, "cannot be written"):
+        for name, ids in inputs.items():
+            what = f"{name} is a {type(ids).__name__}, not a tensor (B, S)"
+            files.require(isinstance(ids, Tensor), what)
+    with files.refused(path, f"cannot hold notes={reprlib.repr(notes)}, only a dict of JSON data"):
+        said = json.loads(json.dumps(dict(notes or {})))
+    return {name: ids.long() for name, ids in inputs.items()}, said
 
 
 def _layers(cache: Any) -> dict[str, list[Any]]:

@@ -248,7 +248,7 @@ def _loaded(kind: type[Calibration], path: Path, _modified: tuple[int, ...]) -> 
     Raises:
         CalibrationError: if the file cannot be read as this kind.
     """
-    tensors, holds = _read(path)
+    tensors, holds = _read(path, kind.kind)
     if holds not in (kind.kind, ""):
         raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {kind.kind}")
     names = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
@@ -257,11 +257,11 @@ def _loaded(kind: type[Calibration], path: Path, _modified: tuple[int, ...]) -> 
         return kind.of(floats(tensors if holds else kind.published(tensors, path.parent)))
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+def _read(path: Path, wanted: str) -> tuple[dict[str, Tensor], str]:
     """The tensors in the file at `path`, and its `kind` ("" in published files).
 
     Raises:
-        CalibrationError: if the file cannot be read, or has a newer version of the format.
+        CalibrationError: if it cannot be read, or is of the kind `wanted` in another version.
     """
     if path.suffix in (".pt", ".pth", ".bin"):
         raise CalibrationError(
@@ -274,9 +274,10 @@ def _read(path: Path) -> tuple[dict[str, Tensor], str]:
         if path.suffix == ".npy":
             return {"": torch.as_tensor(np.load(path, allow_pickle=False))}, ""
         about, tensors = read(path)
-        if about:
+        holds = about["kind"] if about else ""
+        if holds == wanted:  # other kinds, which are refused, have versions of their own
             check_version(about, FORMAT_VERSION)
-        return tensors, about["kind"] if about else ""
+        return tensors, holds
 
 
 def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.functional import kl_div, pad
 
 from press_core.budget import Tokens
 from press_core.errors import UnsupportedModelError
-from press_core.fields import require_whole
+from press_core.fields import require_amounts, require_whole
 from press_core.files.files import read
 from press_core.forward import Forward, cache_of, with_cache
 from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
@@ -105,7 +105,8 @@ class RestoreAdapter(Calibration):
 
 def first_adapter(model: Any, rank: int, seed: int) -> RestoreAdapter:
     """The initial adapter: it adds zero, and its embeddings are those of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    require_whole(0, seed=seed)
+    generator = torch.Generator().manual_seed(int(seed))
     embedding = model.get_input_embeddings().weight.detach().float()
     chosen = torch.randint(len(embedding), (N_TOKENS,), generator=generator, device="cpu")
     down, up = {}, {}
@@ -263,18 +264,18 @@ class RestoreKV(KVzip, LearnedPress):
 
         Raises:
             CalibrationError: if no row is long enough to have a context.
-            HyperparameterError: if `n_following` or `rank` is less than 1.
+            HyperparameterError: naming the argument, its value and what is allowed.
         """
-        require_whole(1, n_following=n_following, rank=rank)
+        given = {} if n_batches is None else {"n_batches": n_batches}
+        require_whole(1, n_following=n_following, rank=rank, **given)
+        require_amounts(compression_ratios=compression_ratios)
         with torch.inference_mode(False), torch.enable_grad():
             started = first_adapter(model, rank, seed)
             learned_parts = {name: x.requires_grad_() for name, x in started.tensors.items()}
             press: Any = cls(prompts=prompts, adapter=RestoreAdapter.of(learned_parts), **fields)
-            press = press.changed(thread=threading.get_ident())
+            press = press.changed(only_thread=threading.get_ident())
             # Adam normalizes each gradient entry: one rate suits embeddings and adapter.
-            optimizer = torch.optim.AdamW(
-                learned_parts.values(), lr=learning_rate, weight_decay=0.0
-            )
+            optimizer = torch.optim.AdamW(learned_parts.values(), learning_rate, weight_decay=0.0)
             n_rows = 0
             for done, row in _rows(token_batches, n_batches, n_following + N_TOKENS):
                 optimizer.param_groups[0]["lr"] = learning_rate * (1 + math.cos(math.pi * done)) / 2

@@ -27,7 +27,8 @@ def run(model: nn.Module, token_batches: Iterable[Batch], collector: Any) -> Non
     """Run `model`, without its language-model head, on all batches in the scope of `collector`."""
     if has_encoder(model):
         raise CalibrationError(f"{type(model).__name__} has an encoder; pass a decoder-only model")
-    body, own = getattr(model, "base_model", model), collector.changed(thread=threading.get_ident())
+    body = getattr(model, "base_model", model)
+    own = collector.changed(only_thread=threading.get_ident())
     with own(model), current.apart("pruning"), torch.no_grad():
         for ids in rows_alone(token_batches):
             body(input_ids=ids.to(device_of(model)), use_cache=True)
@@ -224,7 +225,7 @@ class TaughtPress(LearnedPress):
         cls(**words)
         numbers = {name: x for name, x in shape.items() if name not in words and x is not None}
         require_whole(1, **numbers)
-        require_whole(0, max_tokens=max_tokens, steps=steps)
+        require_whole(0, max_tokens=max_tokens, steps=steps, seed=seed)
         scored = cls.teacher().scores if scores is None else scores
         examples = Examples(max_tokens)
         for ids in rows_alone(token_batches):
@@ -233,7 +234,7 @@ class TaughtPress(LearnedPress):
             run(model, [ids], cls.collector(add_states, reads=Needs.NOTHING))
             if examples.n_tokens >= max_tokens:
                 break
-        return cls.learn(examples, steps=steps, seed=seed, **shape)
+        return cls.learn(examples, steps=steps, seed=int(seed), **shape)
 
 
 def trained(

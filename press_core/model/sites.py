@@ -128,6 +128,20 @@ class AttentionSite:
     refusals: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
+    def rotation(self) -> Rotary:
+        """The rotation, for what rotates keys or queries.
+
+        Raises:
+            UnsupportedInputError: if the module has none.
+        """
+        if self.rotary is None:
+            raise UnsupportedInputError(
+                f"{self.name} has no rotary position embeddings; a press that rotates declares "
+                "`needs = Needs.ROPE`, so that its scope refuses such models before it opens"
+            )
+        return self.rotary
+
+    @property
     def rotary_in_3d(self) -> Rotary | None:
         """The rotation, if the model gives images positions in three dimensions; else None.
 

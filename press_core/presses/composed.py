@@ -11,7 +11,7 @@ from torch import Tensor
 
 from press_core.budget import Amount, Tokens, is_amount
 from press_core.call import AttentionCall
-from press_core.errors import HyperparameterError, UnsupportedInputError
+from press_core.errors import HyperparameterError
 from press_core.eviction import Eviction
 from press_core.fields import limited, require
 from press_core.model.sites import AttentionSite, n_layers_of, site_of
@@ -81,7 +81,9 @@ class Composed(Composition):
 
     def compress(self, call: AttentionCall) -> Eviction:
         eviction = Eviction.nothing(call)
-        for press in self.presses:
+        # The budget that a press around this one sets is divided over the presses as a ratio is.
+        told: Any = self.with_budget(call.budget) if call.budget else self
+        for press in told.presses:
             eviction = eviction.then(press.evict(eviction.next_call()))
         return eviction
 
@@ -158,7 +160,7 @@ class PerLayerCompression(Composition):
         return len(counts) == n_layers and length * n_layers <= sum(counts)
 
     def compress(self, call: AttentionCall) -> Eviction:
-        if self._fits(call.length):
+        if self._fits(call.length) and not call.budget:
             return Eviction.nothing(call)
         ratio = self.compression_ratios[call.site.layer_idx]
         return self.press.with_ratio(ratio).evict(call)
@@ -226,10 +228,8 @@ class KeyRerotation(Wrapper):
         Raises:
             UnsupportedInputError: if `module` does not come from an open scope, or has no RoPE.
         """
-        site = site_of(module)
-        if site.rotary is None:
-            raise UnsupportedInputError(f"{site.name} has no rotary position embeddings")
+        rotary = site_of(module).rotation
         positions = torch.arange(indices.shape[-1], device=keys.device).view(1, 1, -1)
         chosen = gather_tokens(keys, indices)
-        before_rope = site.rotary.rotate_from(chosen, indices + site.rotary.first_position)
-        return site.rotary.rotate_to(before_rope, positions).to(keys.dtype)
+        before_rope = rotary.rotate_from(chosen, indices + rotary.first_position)
+        return rotary.rotate_to(before_rope, positions).to(keys.dtype)

@@ -151,8 +151,8 @@ class CompressionRatioDecoding(AtIntervals):
     row_by_row = True  # rows of different lengths keep different numbers
 
     def budget(self, call: AttentionCall) -> int:
-        assert call.when.seen is not None
-        return min(call.length, n_kept(call.when.seen[0], self.target_compression_ratio))
+        seen = call.when.seen or (call.length,)  # outside of any scope, nobody counts more
+        return min(call.length, n_kept(seen[0], self.target_compression_ratio))
 
 
 @dataclass

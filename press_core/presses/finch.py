@@ -13,7 +13,6 @@ from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.fields import count, require
 from press_core.forward import Arguments, Forward
-from press_core.observed import OpenScope
 from press_core.press import RatioPress
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Needs, Phase
@@ -75,7 +74,7 @@ class Finch(RatioPress):
         allowed = "a token id; update_model_and_tokenizer(model, tokenizer) chooses one"
         require(self, "delimiter_token_id", fits, allowed)
 
-    def before_decoder(self, scope: OpenScope, forward: Forward) -> Arguments:
+    def before_decoder(self, scope: Any, forward: Forward) -> Arguments:
         """The decoder's arguments with the delimiter removed.
 
         Raises:

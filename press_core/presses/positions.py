@@ -56,7 +56,8 @@ _LAYERS = 2**16
 
 def layer_generator(seed: int | None, layer_idx: int) -> torch.Generator | None:
     """The CPU generator of a seed and layer; None (torch's global generator) if `seed` is None."""
-    return None if seed is None else torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
+    seeded = torch.Generator()
+    return None if seed is None else seeded.manual_seed(int(seed) * _LAYERS + layer_idx)
 
 
 SINKS = "sinks before RoPE"
@@ -153,8 +154,7 @@ class StreamingLLMDecoding(MeasuredPress):
             sinks: `(B, H_kv, n_sink, d)`, their keys before RoPE; NaN for rows not yet pruned.
         """
         call, n_sink = eviction.call, self.n_sink
-        rotary, positions = call.site.rotary, call.key_positions()
-        assert rotary is not None
+        rotary, positions = call.site.rotation, call.key_positions()
         # Rotated with the last key, whose position may set the frequencies of all (LongRoPE).
         ends, last = call.keys[:, :, [*range(n_sink), -1]], positions[..., -1:]
         at = torch.cat((positions[..., :n_sink].clamp(min=0), last), dim=-1)

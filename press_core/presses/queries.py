@@ -307,8 +307,7 @@ def at_future_positions(call: AttentionCall, mean: Tensor, n: int) -> tuple[Tens
     Returns:
         The rotated query in the shape of `mean`, and the mean rotation `(1 or B, 1, d, d)`.
     """
-    assert call.site.rotary is not None
-    rotation = call.site.rotary.average(mean, call.next_position, n)
+    rotation = call.site.rotation.average(mean, call.next_position, n)
     return (mean.unsqueeze(-2) @ rotation.mT).squeeze(-2), rotation
 
 

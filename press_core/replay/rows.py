@@ -160,7 +160,7 @@ class ReplayPress(RatioPress, InstalledPress):
     def watch_attention(self, row: Row, observe: Callable[[AttentionCall], None]) -> Any:
         """A scope that passes each attention call of this thread to `observe`."""
         thread = threading.get_ident()  # other threads may run the model at the same time
-        return self.collector(observe, phases=Phase.DECODING, thread=thread)(row.scope.model)
+        return self.collector(observe, phases=Phase.DECODING, only_thread=thread)(row.scope.model)
 
     # ---- around the decoder ----------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from press_core.cache.given import innermost_frame
 from press_core.cache.memory import Memory
 from press_core.cache.positions import rotary_positions
 from press_core.call import AttentionCall
-from press_core.errors import HyperparameterError, UnsupportedInputError
+from press_core.errors import UnsupportedInputError
+from press_core.fields import require_whole
 from press_core.forward import Forward, with_cache
 from press_core.observing import AttentionPass, step_of, with_steps
 from press_core.running.images import require_causal
@@ -62,11 +63,10 @@ def prefill(
         The output of the last forward.
 
     Raises:
-        HyperparameterError: if `chunk_size` is less than 1.
+        HyperparameterError: if `chunk_size` is not a whole number, 1 or more.
         UnsupportedInputError: if `past_key_values` is None.
     """
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise HyperparameterError(f"chunk_size={chunk_size!r}: chunk_size must be 1 or more")
+    require_whole(1, chunk_size=chunk_size)
     if past_key_values is None:
         raise UnsupportedInputError("prefill puts all chunks into one cache; pass a DynamicCache()")
     output, length, cached = None, input_ids.shape[1], with_cache(model, past_key_values)

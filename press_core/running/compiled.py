@@ -1,6 +1,9 @@
 """Models that torch.compile has compiled: forwards in which a press acts run eagerly."""
 
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any, ParamSpec
 
 import torch
@@ -51,8 +54,17 @@ def _entered_eagerly(
     if current.forward is None:  # the scope does not take part
         compile_again()
     else:
-        current.forward.at_end.append(compile_again)
+        current.forward.at_end.append(partial(_inside, current.forward.frame, compile_again))
     return given
+
+
+def _inside(frame: FrameType | None, act: Callable[[], Any]) -> None:
+    """Call `act` in `frame`, and not once an interrupt has ended it, nor in another thread."""
+    inner: FrameType | None = sys._getframe()
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    if inner is not None:
+        act()
 
 
 enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)

@@ -9,7 +9,6 @@ from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
 from press_core.cache.caches import KINDS
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
 from press_core.scope import ScopeState
@@ -23,6 +22,8 @@ class PrunedQuantizedLayer(PrunedLayer):
     """A pruned layer that quantizes groups of states, and stores the latest ones exactly."""
 
     is_croppable = False
+    stores = Evicts.TOKENS
+    storage = "a quantized cache holds as many tokens for each head, and all channels of the keys"
 
     @property
     def n_slots(self) -> int:
@@ -51,15 +52,6 @@ class PrunedQuantizedLayer(PrunedLayer):
         empty._quantized_keys = empty._quantized_values = None
         return empty
 
-    def check_stores(self, kept: Uneven) -> None:
-        raise UnsupportedCacheError(
-            f"the press keeps {kept.value}, which a {type(self.inner).__name__} cannot store; "
-            "use a DynamicCache"
-        )
-
-    def drop_last(self, n: int) -> None:
-        raise UnsupportedCacheError("a quantized layer cannot give back its latest tokens")
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
             # transformers would select rows only of the tokens that are not quantized yet.
@@ -84,11 +76,10 @@ class StagingLayer(DynamicLayer):
 class PrunedStagingLayer(PrunedLayer):
     """A pruned layer of exact states, which are quantized when they are stored."""
 
+    stores, storage = PrunedQuantizedLayer.stores, PrunedQuantizedLayer.storage
+
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
         return PrunedQuantizedLayer(self.inner.quantized).holding(keys, values)
-
-    def check_stores(self, kept: Uneven) -> None:
-        PrunedQuantizedLayer(self.inner.quantized).check_stores(kept)
 
     def settled(self) -> PrunedLayer:
         return self.holding(*self.states())
@@ -106,10 +97,7 @@ def stage(scope: ScopeState, forward: Forward) -> None:
         layer = layers[site.layer_idx] if site.layer_idx < len(layers) else None
         if not isinstance(layer, QuantizedLayer):
             continue
-        if scope.press.evicts.needs_attention:
-            by_channel = scope.press.evicts is Evicts.CHANNELS
-            kept = Uneven.CHANNELS if by_channel else Uneven.HEADS
-            PrunedQuantizedLayer(layer).check_stores(kept)
+        PrunedQuantizedLayer(layer).check_stores(scope.press.evicts)
         if forward.n_remaining or scope.traits.phases & Phase.AFTER_DECODER:
             raise UnsupportedCacheError(
                 "a quantized cache gives back no exact keys of earlier chunks or layers, which the "

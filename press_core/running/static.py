@@ -17,12 +17,11 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from press_core.cache.caches import KINDS, PrunedHybridLayer
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.tokens import Uneven
 from press_core.errors import UnsupportedCacheError
 from press_core.forward import Forward
 from press_core.model.graphs import may_be_replayed, stay_in_place
 from press_core.scope import ScopeState
-from press_core.traits import Phase
+from press_core.traits import Evicts, Phase
 
 
 def require_room(scope: ScopeState, forward: Forward) -> None:
@@ -135,6 +134,9 @@ class PrunedStaticLayer(PrunedLayer):
     It wraps a `StaticLayer` that nothing was evicted from, or a `Buffer`.
     """
 
+    stores = Evicts.PER_HEAD
+    storage = "a static cache holds all channels of the keys, and heads that lose no tokens later"
+
     @property
     def n_slots(self) -> int:
         used = getattr(self.inner, "used", None)
@@ -176,13 +178,6 @@ class PrunedStaticLayer(PrunedLayer):
 
     def emptied(self) -> StaticLayer:
         return StaticLayer(self.get_max_length())
-
-    def check_stores(self, kept: Uneven) -> None:
-        if kept is not Uneven.HEADS:  # a buffer has one width, and its heads one start
-            raise UnsupportedCacheError(
-                f"the press keeps {kept.value}, which a static cache cannot store; "
-                "use a DynamicCache"
-            )
 
     def drop_last(self, n: int) -> None:
         if not hasattr(self.inner, "crop"):  # before transformers 5.24

@@ -108,6 +108,7 @@ def test_one_scope_may_be_entered_several_times(model):
     assert snapshot(model) == before
     with scope:
         assert torch.equal(ask(model, compressed(model)), expected)
+    scope.__exit__()  # it is closed
     assert snapshot(model) == before
     with pytest.raises(ZeroDivisionError), headwise(model):
         raise ZeroDivisionError

@@ -95,6 +95,17 @@ def test_a_layer_may_take_itself_off_while_it_runs():
     assert vars(owner) == {}
 
 
+def test_a_removal_that_was_interrupted_may_be_done_again(monkeypatch):
+    owner = Base()
+    patch = wrap(owner, "f", _layer("a"))
+    with monkeypatch.context() as changed:
+        changed.setattr(type(patch._stack), "hold", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            patch.remove()
+    patch.remove()
+    assert "f" not in vars(owner)
+
+
 def test_a_patched_function_looks_like_the_original():
     owner = Base()
     signature, name, doc = inspect.signature(owner.f), owner.f.__name__, owner.f.__doc__
@@ -152,6 +163,9 @@ class Shouting:
 
 
 class Kinds:
+    def method(self, x):
+        return x
+
     @staticmethod
     def static(x):
         return x
@@ -188,6 +202,36 @@ def test_any_kind_of_method_is_patched_and_restored(owner, name):
         patch.remove()
     assert _same(owner, before)
     assert f"marked {getattr(owner, name)('x')}" == expected
+
+
+@pytest.mark.parametrize("owners", [(Kinds, SubKinds), (SubKinds, Kinds)], ids=["base", "sub"])
+@pytest.mark.parametrize("name", ["method", "static", "of_class", "callable_object"])
+def test_a_class_and_its_base_may_both_be_patched(owners, name):
+    plain, before = getattr(SubKinds(), name)("x"), dict(vars(SubKinds))
+    patches = [wrap(owner, name, _marking) for owner in owners]
+    assert getattr(SubKinds(), name)("x") == f"marked marked {plain}"
+    patches[0].remove()
+    assert getattr(SubKinds(), name)("x") == f"marked {plain}"
+    patches[1].remove()
+    assert getattr(SubKinds(), name)("x") == plain
+    assert _same(SubKinds, before)
+
+
+class Meta(type):
+    def of_meta(cls, x):
+        return x
+
+
+def test_a_method_of_the_metaclass_is_patched_there():
+    owner = Meta("Made", (), {})
+    before = dict(vars(owner))
+    with pytest.raises(TypeError, match="metaclass Meta"):
+        wrap(owner, "of_meta", _marking)
+    assert _same(owner, before)
+    patch = wrap(Meta, "of_meta", _marking)
+    assert owner.of_meta("x") == "marked x"
+    patch.remove()
+    assert owner.of_meta("x") == "x"
 
 
 @pytest.mark.parametrize("first", ["class", "instance"])

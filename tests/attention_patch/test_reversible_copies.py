@@ -12,6 +12,7 @@ from operator import neg
 import pytest
 import torch
 from torch import nn
+from torch.fx import symbolic_trace
 
 from attention_patch import wrap
 from tests.attention_patch.test_reversible import _same
@@ -92,8 +93,9 @@ class Rebuilt(Doubling):
 
 
 @by_every_copy
-def test_a_module_that_is_made_anew_is_copied(make_copy):
-    module = Rebuilt()
+@pytest.mark.parametrize("make", [Rebuilt, lambda: symbolic_trace(Doubling())], ids=["own", "fx"])
+def test_a_module_that_is_made_anew_is_copied(make, make_copy):
+    module = make()
     patch = wrap(module, "forward", _tenfold)
     assert (float(make_copy(module)(3)), float(module(3))) == (6, 60)
     patch.remove()

@@ -287,9 +287,19 @@ def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_notes_that_are_no_json(tmp_path):
-    with pytest.raises(CacheFileError, match="not JSON serializable"):
-        save_cache(cache_of(), tmp_path / "a", model_of(), notes={"press": object()})
+@pytest.mark.parametrize(
+    ("name", "given", "match"),
+    [
+        ("notes", {"press": object()}, "not JSON serializable"),
+        ("notes", "mine", "notes='mine', only a dict"),
+        ("notes", torch.ones(2), "only a dict"),
+        ("input_ids", [[1, 2]], "input_ids is a list, not a tensor"),
+        ("attention_mask", "ones", "attention_mask is a str"),
+    ],
+)
+def test_notes_that_are_no_json_and_inputs_that_are_no_tensors(name, given, match, tmp_path):
+    with pytest.raises(CacheFileError, match=match):
+        save_cache(cache_of(), tmp_path / "a", model_of(), **{name: given})
     assert not list(tmp_path.iterdir())
 
 
@@ -313,8 +323,8 @@ def test_foreign_files(tmp_path, path):
     save_file({"weight": torch.ones(2)}, foreign)
     refused(foreign, "is no compressed cache: no")
     save_file({}, foreign, {METADATA: json.dumps({"kind": "filters", "version": 1})})
-    refused(foreign, "is no compressed cache: no")
-    with pytest.raises(PressError, match="version"):
+    refused(foreign, "is no compressed cache: it holds filters")
+    with pytest.raises(PressError, match="holds 'compressed cache', not Q-filters"):
         QFilters.load(path)
 
 
