@@ -9,6 +9,7 @@ from transformers import DynamicCache
 import hooks_impl
 from experiments.testbed.recipes import recipe_pair
 from press_core import HyperparameterError, Tokens, kept_lengths
+from tests.presses import TABLES
 from tests.slow import votes
 from tests.support import build, context_for, example_for, forwards, held, make, ran, watched
 
@@ -44,15 +45,7 @@ class SlowH2O:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-@pytest.mark.parametrize(
-    ("budget", "recent_ratio", "lengths"),
-    [
-        (15, 0.5, [30, 1, 1, 4, 1, 1, 1]),
-        (15, 0.1, [30, 1, 1, 4, 1, 1, 1]),
-        (12, 0.5, [12, 1, 1]),
-        *((n, share, [15]) for n, share in ((8, 0.0), (8, 1.0), (5, 0.2))),
-    ],
-)
+@pytest.mark.parametrize(("budget", "recent_ratio", "lengths"), TABLES["heavy_hitters"])
 def test_h2o_holds_heavy_hitters_and_recent_tokens(package, family, budget, recent_ratio, lengths):
     """Under sdpa; what short contexts received counts later, though they are left whole."""
     model, cache = make(family), DynamicCache(config=make(family).config)

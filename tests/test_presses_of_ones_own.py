@@ -27,17 +27,7 @@ from press_core import (
 from press_core.scoring import Wrapper
 from press_core.select import top_positions
 from tests.presses import PIPELINE_PRESSES, TABLES
-from tests.support import (
-    GREEDY,
-    both,
-    build,
-    example_for,
-    filled,
-    held,
-    left_padded,
-    ran,
-    token_ids,
-)
+from tests.support import both, build, example_for, filled, held, left_padded, ran, token_ids
 
 
 def lengths(press, model=None):
@@ -428,14 +418,7 @@ def test_a_layer_made_in_other_modes_is_read_with_gradients(package, name):
 # ---- rows, amounts, memory -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("ChunkPress(knorm, 5)", "ChunkKVPress(knorm, 5)", "EntropyGatedChunkKVPress(knorm, 5)"),
-        "ComposedPress([StreamingLLMPress(0.1), knorm])",
-        "PerLayerCompressionPress(knorm, [Tokens(40)] * 2)",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["around"])
 def test_the_budget_that_a_press_around_another_sets(package, text):
     inner = eval(text, {**package.PRESSES, "Tokens": Tokens, "knorm": package.KnormPress(0.1)})
 
@@ -552,7 +535,7 @@ def test_a_press_that_says_nothing_of_a_ratio_may_evict_anything():
 
     model, ids = build("llama"), token_ids(1, 20)
     with pytest.raises(UnsupportedInputError, match="draft tokens"), Half()(model):
-        model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4, **GREEDY)
+        model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)
     cache = filled(model, None, ids)
     with pytest.warns(RuntimeWarning, match="evicted nothing"), Half()(model):
         model(ids[:, :1], past_key_values=cache)

@@ -13,19 +13,11 @@ import patch_impl
 from attention_patch import headwise
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
-from press_core import (
-    PrunedLayer,
-    RaggedLayer,
-    UnsupportedModelError,
-    about_cache,
-    cache_nbytes,
-    kept_lengths,
-    load_cache,
-    save_cache,
-)
-from press_core.cache.in_place import ChannelPrunedLayer
+from press_core import about_cache, cache_nbytes, kept_lengths, load_cache, save_cache
 from press_core.cache.pruned import ReadingNeeds
+from press_core.errors import UnsupportedModelError
 from tests.press_core.test_saving import cache_of
+from tests.presses import TABLES
 from tests.support import PACKAGES, build, context_for, example_for, filled, left_padded, token_ids
 from tests.twins import same
 
@@ -117,25 +109,14 @@ def test_every_press(name, dtype, tmp_path):
 # ---- every kind of layer -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "kind", "has"),
-    [
-        ("SnapKVPress", {}, PrunedLayer, "kept"),
-        ("AdaKVPress", {}, RaggedLayer, "kept"),
-        ("DMSPress", {}, RaggedLayer, "carried"),
-        ("KeyRerotationPress", {}, PrunedLayer, "is_rerotated"),
-        ("PyramidKVPress", {}, PrunedLayer, "kept"),
-        ("StreamingLLMDecodingPress", {"rerotate": True}, PrunedLayer, "carried"),
-        ("ThinKPress", {"free_memory": True}, ChannelPrunedLayer, "kept"),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "kind", "has"), TABLES["saved"])
 def test_rows_of_different_lengths_that_were_decoded(package, name, fields, kind, has, tmp_path):
     """Padding, what came after the pruning, sinks, scores to be judged late, channels."""
     model = build("llama")
     cache = cache_of(name, model=model, package=package, **fields)
     mask = left_padded(2, 41, [0, 7])[1]
     press = replace(example_for(package, name, 0.5, model), **fields)
-    assert all(type(layer) is kind and getattr(layer, has) for layer in cache.layers)
+    assert all(type(layer).__name__ == kind and getattr(layer, has) for layer in cache.layers)
     path = save_cache(cache, tmp_path / "cache.safetensors", model, attention_mask=mask)
     loaded, given = load_cache(path, model), about_cache(path).inputs["attention_mask"]
     helpers = headwise(model), press(model)

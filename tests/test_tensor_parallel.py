@@ -7,6 +7,7 @@ thing that ranks may have to agree on.
 import json
 import os
 import socket
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,13 @@ import hooks_impl
 import patch_impl
 from press_core import UnsupportedModelError
 from press_core.probe import attention_sites
+from tests.presses import TABLES
 from tests.support import IS_5_2, build, context_for, example_for, held, left_padded, token_ids
 
 PACKAGES = {"hooks": hooks_impl, "patches": patch_impl}
 RANKS = 2
-CASES = {
-    "llama": "k_proj and others split",
-    "llama, padded": "the same, two rows of different lengths",
-    "gpt_neox": "query, key and value of a head in one projection, split",
-    "phi3": "one projection for all, which every rank has",
-    "gpt_oss": "learned sinks, heads on every rank",
-}
-"""How the heads lie on the ranks, by case."""
+CASES = dict(TABLES["ranks"])
+"""On how many ranks the heads of a layer lie, by case."""
 if IS_5_2:
     del CASES["gpt_oss"]  # whose experts it sends to accelerators, where there are none too
 SOME = ("AdaKVPress", "ChunkKVPress", "KeyRerotationPress", "SnapKVPress", "TOVAPress")
@@ -126,12 +122,7 @@ def of_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "name", "mechanism"),
-    [
-        (c, name, mechanism)
-        for c in CASES
-        for mechanism in PACKAGES
-        for name in names_of(c, mechanism)
-    ],
+    [(c, name, by) for c, by in product(CASES, PACKAGES) for name in names_of(c, by)],
 )
 def test_two_ranks_keep_what_one_process_keeps(of_ranks, case, name, mechanism):
     """Heads of the ranks together keep what one process keeps, and go on as it does."""
@@ -183,5 +174,4 @@ def test_heads_lie_on_the_ranks_as_is_said(of_ranks):
     _, (first, second) = of_ranks
     split = {case: first[f"{case} ranks"] for case in CASES}
     assert split == {case: second[f"{case} ranks"] for case in CASES}
-    expected = {"llama": 2, "llama, padded": 2, "gpt_neox": 2, "phi3": 1, "gpt_oss": 1}
-    assert split == {case: expected[case] for case in CASES}
+    assert split == CASES

@@ -18,13 +18,10 @@ from patch_impl import mechanism
 from press_core import PressError, kept_lengths, prefill
 from press_core.cache.ragged import RaggedLayer
 from press_core.learned.measured import HeadScores
+from tests.presses import TABLES
 from tests.support import build, token_ids
 
-NAMES = (
-    *("KnormPress", "SnapKVPress", "ExpectedAttentionPress", "StreamingLLMPress", "PyramidKVPress"),
-    *("AdaKVPress", "KeyRerotationPress", "ThinKPress", "DuoAttentionPress", "ComposedPress"),
-    *("DecodingPress", "StreamingLLMDecodingPress", "ObservedAttentionPress", "EveryTurnPress"),
-)
+NAMES = tuple(TABLES["twins"])
 LENGTH, CONTEXT = 12, token_ids(1, 12)
 FAMILIES = ("llama", "llama", "gpt_neox")
 
@@ -32,21 +29,12 @@ FAMILIES = ("llama", "llama", "gpt_neox")
 @lru_cache
 def presses(name):
     """A pair of presses that leave half of the context; the same objects in every program."""
-    if name == "SnapKVPress":
-        return pair(name, compression_ratio=0.5, window_size=3)
+    fields = dict(TABLES["twins"][name])
+    for field_name in {"press", "base_press"} & fields.keys():
+        fields[field_name] = pair(fields[field_name])
     if name == "DuoAttentionPress":
-        head_scores = HeadScores(torch.tensor([[0.1, 0.9], [0.8, 0.2]]))
-        return pair(
-            name, head_compression_ratio=0.5, sink_size=1, recent_size=3, head_scores=head_scores
-        )
-    if name == "DecodingPress":  # at each step: a twin's scopes are too short to count steps
-        base = pair("KnormPress")
-        return pair(name, base_press=base, compression_interval=1, target_size=7)
-    if name == "EveryTurnPress":
-        return pair(name, press=pair("KnormPress"), target_size=9)
-    if name == "StreamingLLMDecodingPress":
-        return pair(name, max_capacity=8)
-    return recipe_pair(name, 0.5)
+        fields["head_scores"] = HeadScores(torch.tensor(fields["head_scores"]))
+    return pair(name, **fields) if fields else recipe_pair(name, 0.5)
 
 
 def made(index):
@@ -54,9 +42,7 @@ def made(index):
     return build(FAMILIES[index], num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, seed=index)
 
 
-@lru_cache
-def twin(index):
-    return made(index)
+twin = lru_cache(made)
 
 
 @torch.inference_mode()
@@ -148,9 +134,9 @@ def fingerprint(model):
 
 
 def registry():
-    found = [(name, id(value)) for name, value in vars(ALL_ATTENTION_FUNCTIONS).items()]
-    found += [(name, id(value)) for name, value in vars(type(ALL_ATTENTION_FUNCTIONS)).items()]
-    return found + [(name, id(ALL_ATTENTION_FUNCTIONS[name])) for name in ("sdpa",)]
+    owners = ALL_ATTENTION_FUNCTIONS, type(ALL_ATTENTION_FUNCTIONS)
+    found = [(name, id(value)) for owner in owners for name, value in vars(owner).items()]
+    return [*found, id(ALL_ATTENTION_FUNCTIONS["sdpa"])]
 
 
 @dataclass(frozen=True)
@@ -181,11 +167,8 @@ class Step:
 
 TOKEN = Step(1)
 LATER = {
-    "a token": [TOKEN],
-    "a question": [Step(3)],
-    "a second turn": [Step(6), TOKEN, TOKEN],
-    **{f"drafts, {n} of them rejected": [Step(4, n_rejected=n)] for n in range(4)},
-    **{f"{n} tokens taken back": [Step(0, n_rejected=n)] for n in (1, 2, 5)},
+    name: [Step(n, n_rejected=n_rejected) for n, n_rejected in steps]
+    for name, steps in TABLES["later"].items()
 }
 """What may follow a context."""
 

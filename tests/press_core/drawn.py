@@ -17,8 +17,9 @@ from press_core.learned.measured import ExpectedAttentionStats, HeadScores, QFil
 from press_core.learned.restorekv import RestoreAdapter
 from press_core.model.sites import Softmax
 from press_core.observed import Positions, Query
-from tests.support import build
+from tests.support import build, table_beside
 
+TABLES = table_beside(__file__, "tables")
 BATCH, HEADS, KV_HEADS, GROUP, DIM, WIDTH, LAYERS = 2, 4, 2, 2, 8, 32, 3
 KV = list(itertools.product(range(BATCH), range(KV_HEADS)))
 """Each KV head of each row."""
@@ -96,16 +97,9 @@ def drawn_call(length, seed=0, batch=BATCH, dtype=torch.float64, scale=1.0, **fi
 
 def of_family(recorded, **fields):
     """The call of what `record` has recorded."""
-    known = {
-        "site": recorded.site,
-        "hidden_states": recorded.hidden_states,
-        "keys": recorded.keys,
-        "values": recorded.values,
-        "position_embeddings": recorded.position_embeddings,
-        "query": recorded.query,
-        "query_is_rotated": True,
-    }
-    return called(**{**known, **fields})
+    names = "site", "hidden_states", "keys", "values", "position_embeddings", "query"
+    known = {name: getattr(recorded, name) for name in names}
+    return called(**{**known, "query_is_rotated": True, **fields})
 
 
 def rotated(x, position):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 import patch_impl
 from press_core import Evicts, ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
@@ -19,6 +19,7 @@ from press_core.cache.layout import Blocks
 from press_core.cache.pruned import CROP_TAKES_LENGTH
 from press_core.cache.ragged import RESERVED
 from press_core.eviction import Eviction
+from tests.press_core.test_caches import cache_of
 from tests.support import PROFILE, build, filled, held, left_padded, update
 
 N_PROGRAMS = {"short": 10, "long": 1000}.get(PROFILE, 40)
@@ -67,12 +68,6 @@ def ragged(kept, n, **options):
 
 def append(layer, n, seed=1):
     return update(layer, *states(layer.batch, layer.n_heads, n, seed))
-
-
-def cache_of(layer):
-    cache = DynamicCache()
-    cache.layers.append(layer)
-    return cache
 
 
 # ---- drawn sequences of operations ---------------------------------------------------------------

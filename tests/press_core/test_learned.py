@@ -13,36 +13,20 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from press_core.formulas import ExpectedAttentionWithStats, KVzap, QFilter
+from press_core import formulas
 from press_core.learned.calibration import CalibrationError
 from press_core.learned.fast_kvzip import KVzipGates
 from press_core.learned.kvzap import KVzapRegressor
 from press_core.learned.measured import ExpectedAttentionStats, QFilters
 from press_core.learned.restorekv import RestoreAdapter
-from tests.press_core.drawn import DIM, FITS, KV_HEADS, LAYERS, PUBLISHED, drawn
+from tests.press_core.drawn import DIM, FITS, KV_HEADS, LAYERS, PUBLISHED, TABLES, drawn
 
-FILTERS, STATS, LINEAR, MLP, GATES, CURVES, *_ = FITS.values()
-NAMES = {"filters": "qfilters", "stats": "expected_attention_stats", "linear": "kvzap-linear"}
-NAMES |= {"mlp": "kvzap-mlp", "gates": "fast_kvzip_gates", "curves": "lukv_curves"}
-NAMES |= {"head scores": "duo_head_scores", "adapter": "restorekv"}
-"""What a file is called beside a model."""
+FILTERS, STATS, _, MLP, GATES, *_ = FITS.values()
 of_every_kind = pytest.mark.parametrize("name", FITS)
-
-
 SPOILT = [
-    (FILTERS, "directions", torch.zeros(2, 3)),
-    (STATS, "covariance", torch.zeros(3, 4, 8)),
-    (STATS, "covariance", torch.zeros(3, 4, 8, 9)),
-    (LINEAR, "bias", torch.zeros(3, 4)),
-    (MLP, "hidden_bias", None),
-    (MLP, "hidden_weight", torch.zeros(3, 6, 32)),
+    *((FITS[name], field, eval(text, vars(torch))) for name, field, text in TABLES["spoilt"]),
     *((GATES, name, tensor[..., :-1]) for name, tensor in GATES.tensors.items()),
     *((GATES, name, tensor[0]) for name, tensor in GATES.tensors.items()),
-    (CURVES, "rates", torch.zeros(99, 2)),
-    (CURVES, "rates", torch.zeros(98, 3, 2)),
-    (CURVES, "rates", torch.zeros(99, 0, 2)),
-    (CURVES, "rates", torch.full((99, 3, 2), 1.1)),
-    (CURVES, "rates", torch.full((99, 3, 2), float("nan"))),
 ]
 
 
@@ -68,7 +52,7 @@ def test_what_is_saved_is_loaded(name, tmp_path):
     fit = FITS[name]
     beside = fit.save(tmp_path / "new" / "folder")
     alone = fit.save(str(tmp_path / "other.safetensors"))
-    assert beside == tmp_path / "new" / "folder" / f"{NAMES[name]}.safetensors"
+    assert beside == tmp_path / "new" / "folder" / f"{TABLES['file_names'][name]}.safetensors"
     assert alone == tmp_path / "other.safetensors"
     for source in (beside, str(beside.parent), alone, str(alone)):
         assert same(type(fit).load(source), fit)
@@ -175,37 +159,17 @@ def test_a_hub_without_network_is_an_error_that_names_the_id(name, monkeypatch):
 
 def looked_for(given, name):
     config = SimpleNamespace() if name is None else SimpleNamespace(name_or_path=name)
-    return QFilter(0.5, given).find(SimpleNamespace(config=config))
+    return formulas.QFilter(0.5, given).find(SimpleNamespace(config=config))
 
 
-FIT = r"QFilter\.fit\(.*\)"
-MISSING = [
-    *(
-        (lambda _, source=source: QFilters.load(source), r"no file or folder|no qfilters\.saf")
-        for source in (
-            *(Path("owner/thing"), "a/b/c", "/no/where", "owner/q.safetensors", ""),
-            *("~/x", "~nobody.here/x"),
-        )
-    ),
-    (QFilters.load, r"qfilters\.saf.*model\.saf"),
-    (
-        lambda folder: looked_for(None, str(folder)),
-        rf"qfilters\.safetensors.*{FIT}\.save\('.*a-model'\).*'nthngdy/a-model_qfilt'",
-    ),
-    *(
-        (lambda _, name=name: looked_for(None, name), r"QFilter\.fit\(")
-        for name in (None, "", "/no/such/folder")
-    ),
-]
-
-
-@pytest.mark.parametrize(("look", "match"), MISSING)
+@pytest.mark.parametrize(("look", "match"), TABLES["missing"])
 def test_what_is_missing_here_is_not_looked_for_on_the_hub(look, match, tmp_path, monkeypatch):
     """Unasked; it is told how to get one."""
-    hub = Hub(monkeypatch)
-    (tmp_path / "a-model").mkdir()
+    hub, folder = Hub(monkeypatch), tmp_path / "a-model"
+    folder.mkdir()
+    known = {"QFilters": QFilters, "looked_for": looked_for, "Path": Path, "folder": folder}
     with pytest.raises(CalibrationError, match=match):
-        look(tmp_path / "a-model")
+        eval(look, known)
     assert not hub.asked
 
 
@@ -225,25 +189,15 @@ def test_what_is_given_is_taken(tmp_path, monkeypatch):
         assert same(looked_for(given, None), FILTERS)
     assert same(looked_for(None, str(tmp_path)), FILTERS), "beside the model"
     STATS.save(tmp_path)
-    press = ExpectedAttentionWithStats(stats_folder=str(tmp_path))
+    press = formulas.ExpectedAttentionWithStats(stats_folder=str(tmp_path))
     assert same(press.find(None), STATS)
 
 
-@pytest.mark.parametrize(
-    ("press", "repository"),
-    [
-        (QFilter(), "nthngdy/Llama-3.1-8B-Instruct_qfilt"),  # its filters have the newer name
-        (KVzap(), "nvidia/KVzap-mlp-Llama-3.1-8B-Instruct"),
-        (KVzap(model_type="linear"), "nvidia/KVzap-linear-Llama-3.1-8B-Instruct"),
-        (
-            ExpectedAttentionWithStats(n_sink=2, num_samples=7),
-            "alessiodevoto/exp_att_stats_meta-llama_Llama-3.1-8B-Instruct_kmfoda_booksum_7_1000_2",
-        ),
-    ],
-)
-def test_the_repositories_are_those_of_kvpress(press, repository, monkeypatch):
-    hub, name = Hub(monkeypatch), "meta-llama/Llama-3.1-8B-Instruct"
-    name = name.replace("/", "/Meta-") if type(press) is QFilter else name
+@pytest.mark.parametrize(("press", "model", "repository"), TABLES["repositories"])
+def test_the_repositories_are_those_of_kvpress(press, model, repository, monkeypatch):
+    hub = Hub(monkeypatch)
     with pytest.raises(CalibrationError, match=re.escape(repository)):
-        press.find(SimpleNamespace(config=SimpleNamespace(name_or_path=name)))
+        eval(press, vars(formulas)).find(
+            SimpleNamespace(config=SimpleNamespace(name_or_path=model))
+        )
     assert {asked[:2] for asked in hub.asked} == {(repository, "model.safetensors")}

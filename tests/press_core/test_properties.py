@@ -92,18 +92,9 @@ def test_a_field_out_of_range_is_named_with_its_value(name, fields):
         patch_impl.PRESSES[f"{name}Press"](**fields)
 
 
-@pytest.mark.parametrize(
-    ("method", "too_short"),
-    [
-        (formulas.SnapKV(window_size=5), 5),
-        (formulas.StreamingLLM(n_sink=3), 3),
-        (formulas.ExpectedAttention(n_sink=4), 4),
-        (formulas.CUR(num_sinks=4), 4),
-        (formulas.Compactor(sink_size_start=5, sink_size_end=2), 7),
-        (formulas.Compactor(sink_size_start=0, sink_size_end=0), 0),
-    ],
-)
-def test_a_context_no_longer_than_what_is_protected_is_left_whole(method, too_short):
+@pytest.mark.parametrize(("text", "too_short"), table_beside(__file__, "too_short"))
+def test_a_context_no_longer_than_what_is_protected_is_left_whole(text, too_short):
+    method = eval(text, vars(formulas))
     assert not method.is_long_enough(too_short)
     assert method.is_long_enough(too_short + 1)
 

@@ -27,6 +27,7 @@ from press_core.files import files, saving
 from press_core.files.files import METADATA
 from press_core.files.saving import identity
 from press_core.learned.measured import QFilters
+from tests.press_core.drawn import TABLES
 from tests.support import build, example_for, filled, left_padded, token_ids
 
 
@@ -287,19 +288,10 @@ def test_a_file_that_comes_meanwhile_or_a_disk_that_is_full(monkeypatch, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "match"),
-    [
-        ("notes", {"press": object()}, "not JSON serializable"),
-        ("notes", "mine", "notes='mine', only a dict"),
-        ("notes", torch.ones(2), "only a dict"),
-        ("input_ids", [[1, 2]], "input_ids is a list, not a tensor"),
-        ("attention_mask", "ones", "attention_mask is a str"),
-    ],
-)
+@pytest.mark.parametrize(("name", "given", "match"), TABLES["not_saved"])
 def test_notes_that_are_no_json_and_inputs_that_are_no_tensors(name, given, match, tmp_path):
     with pytest.raises(CacheFileError, match=match):
-        save_cache(cache_of(), tmp_path / "a", model_of(), **{name: given})
+        save_cache(cache_of(), tmp_path / "a", model_of(), **{name: eval(given)})
     assert not list(tmp_path.iterdir())
 
 
@@ -328,16 +320,7 @@ def test_foreign_files(tmp_path, path):
         QFilters.load(path)
 
 
-@pytest.mark.parametrize(
-    ("family", "there", "instead"),
-    [
-        ("gemma2", '"sliding_window": 16, "cumul', '"sliding_window": 17, "cumul'),
-        *(
-            ("llama", '"is_initialized": true', f'"{name}": true')
-            for name in ("update", "__class__", "anything")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "there", "instead"), TABLES["attributes"])
 def test_attributes_that_layers_do_not_have(family, there, instead, tmp_path):
     path = save_cache(cache_of(family=family), tmp_path / "a", model_of(family))
     text = json.dumps(header_of(path))

@@ -28,24 +28,15 @@ from press_core import (
 from press_core.files.files import METADATA, _seal
 from press_core.learned.calibration import Calibration, CalibrationError, check_fits
 from press_core.learned.restorekv import RestoreAdapter
-from tests.press_core.drawn import FITS, JSON, PUBLISHED, WIDTH, site
+from tests.press_core.drawn import FITS, JSON, PUBLISHED, TABLES, WIDTH, site
 from tests.press_core.test_saving import Evil, cache_of, header_of, model_of
 from tests.support import PROFILE, token_ids
 
-CACHES = {
-    "SnapKVPress": "llama", "AdaKVPress": "llama", "DMSPress": "llama", "ThinKPress": "llama",
-    "KeyRerotationPress": "gemma2",
-}  # fmt: skip
+CACHES = TABLES["tampered_caches"]
 KINDS = st.sampled_from([*CACHES, *FITS])
-WORDS = st.sampled_from(
-    ["ragged", "pruned", "channels", "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer",
-     "float32", "int64", "tensor", "of", "self_attention_cache"]
-)  # fmt: skip
+WORDS = st.sampled_from(TABLES["words"])
 NUMBERS = st.sampled_from([-1, 0, 1, 2**31, 2**40, 2**63, 10**400, 0.5])
-DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64),
-    *(torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
-)
+DTYPES = [getattr(torch, name) for name in TABLES["dtypes"]]
 VALUES = (-(2**31), -1, 0, 0.5, 1, 7, 2**31 - 1, float("nan"), float("inf"), 1e38)
 
 N_EXAMPLES = {"long": 20_000}.get(PROFILE, 200)
@@ -219,23 +210,9 @@ def test_arrays_of_any_bytes(data):
     assert read("curves", data, ".npy") is None
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros((99, 2, 2), dtype=np.int64),
-        np.zeros((99, 2, 2), dtype=np.complex64),
-        np.zeros((99, 2, 2), dtype="U3"),
-        np.array([{}, None], dtype=object),
-        np.full((99, 2, 2), np.nan),
-        np.full((99, 2, 2), 1.5),
-        np.zeros((98, 2, 2)),
-        np.zeros((99, 0, 2)),
-        np.zeros(()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("array", TABLES["no_curves"])
 def test_arrays_that_are_no_curves(array):
-    assert read("curves", npy(array), ".npy") is None
+    assert read("curves", npy(eval(array, vars(np))), ".npy") is None
 
 
 def test_arrays_as_they_are_published_are_curves():
@@ -252,38 +229,19 @@ def test_no_pickle_is_run(name, suffix):
     assert read(name, npy(np.array([Evil()], dtype=object)), suffix) is None
 
 
-LORA = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2}
-_LAYER = "base_model.model.q_proj.lora_"
+LORA = json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 2})
+A, B = (f"base_model.model.q_proj.lora_{name}.weight" for name in "AB")
 
 
-_UP = {_LAYER + "B.weight": torch.rand(WIDTH, RANK)}
-
-
-@pytest.mark.parametrize(
-    ("about", "tensors"),
-    [
-        *((about, _UP) for about in ("[", "[]", "{}", '{"peft_type": "LORA"}', "1", "[" * 5000)),
-        *(
-            (json.dumps(LORA), tensors)
-            for tensors in (
-                {_LAYER + "A.weight": torch.rand(RANK, WIDTH)},
-                {_LAYER + "A.weight": torch.rand(3), _LAYER + "B.weight": torch.rand(())},
-                {_LAYER + "A.weight": torch.rand(2, WIDTH), _LAYER + "B.weight": torch.rand(9, 3)},
-                {"restore_embeddings": torch.full((8, WIDTH), float("nan"))},
-                {"restore_embeddings": torch.rand(8)},
-                {"other_embeddings": torch.rand(8, WIDTH)},
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize(("about", "tensors"), TABLES["no_adapters"])
 def test_adapters_of_peft_that_are_none(about, tensors, tmp_path):
+    about, tensors = (eval(text, vars(torch) | globals()) for text in (about, tensors))
     assert adapter_of(about, tensors, tmp_path) is None
 
 
 def test_an_adapter_of_peft(tmp_path):
     down, up = torch.rand(RANK, WIDTH), torch.rand(WIDTH, RANK)
-    tensors = {_LAYER + "A.weight": down, _LAYER + "B.weight": up}
-    adapter = adapter_of(json.dumps(LORA), tensors, tmp_path)
+    adapter = adapter_of(LORA, {A: down, B: up}, tmp_path)
     assert torch.equal(adapter.down["q_proj"], down)
     assert torch.equal(adapter.up["q_proj"], up * (2 / RANK))
 
