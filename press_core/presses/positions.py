@@ -56,8 +56,9 @@ _LAYERS = 2**16
 
 def layer_generator(seed: int | None, layer_idx: int) -> torch.Generator | None:
     """The CPU generator of a seed and layer; None (torch's global generator) if `seed` is None."""
-    seeded = torch.Generator()
-    return None if seed is None else seeded.manual_seed(int(seed) * _LAYERS + layer_idx)
+    if seed is None:
+        return None
+    return torch.Generator().manual_seed(int(seed) * _LAYERS + layer_idx)
 
 
 SINKS = "sinks before RoPE"

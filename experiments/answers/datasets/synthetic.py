@@ -92,7 +92,7 @@ def _made_up(rng: random.Random, n: int, parts: Sequence[str], length: int) -> l
     return list(words)
 
 
-_SENTENCES, _HABITS, _TEXTS = data_of(__file__).values()
+_SENTENCES, _HABITS, _TEXTS = map(data_of(__file__).get, ("sentences", "habits", "texts"))
 """Filler sentences; pairs of what people do and the question about it; the texts of each task."""
 
 
