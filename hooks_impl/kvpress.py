@@ -286,7 +286,6 @@ def call_of(
             observed(passed)
         at = Positions(ids=torch.arange(keys.shape[2], device=keys.device)[None])
         return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=passed)
-    assert isinstance(call, AttentionCall)
     if keys.shape == call.keys.shape:
         is_whole = hidden_states.shape == call.hidden_states.shape  # see `_scored`
         seen = hidden_states if is_whole else call.hidden_states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Eviction:
             PressError: if `positions` have another shape or dtype, or (on a CPU) are out of range
                 or not ascending.
         """
-        _check_indices("keep", call, positions, torch.int64, call.length)
+        _require_indices("keep", call, positions, call.length)
         keys, values = gather_each(positions, call.keys, call.values)
         return cls(call, keys, values, positions)
 
@@ -94,8 +95,8 @@ class Eviction:
         Raises:
             PressError: if `mask` or `carried` have another shape or dtype.
         """
-        _check_indices("keep_per_head", call, mask, torch.bool, call.length)
-        _check_named("the carried of Eviction.keep_per_head is", call, carried or {})
+        _require("Eviction.keep_per_head was given", mask, call, call.length, dtype=torch.bool)
+        _require_named("the carried of Eviction.keep_per_head is", call, carried or {})
         return replace(cls.nothing(call), head_mask=mask, carried=carried or {})
 
     @classmethod
@@ -105,7 +106,7 @@ class Eviction:
         Raises:
             PressError: see `keep`.
         """
-        _check_indices("keep_channels", call, channels, torch.int64, call.keys.shape[3])
+        _require_indices("keep_channels", call, channels, call.keys.shape[3])
         index = channels.unsqueeze(2).expand(-1, -1, call.length, -1)
         return replace(cls.nothing(call), keys=call.keys.gather(-1, index), channels=channels)
 
@@ -121,10 +122,11 @@ class Eviction:
         Raises:
             PressError: see `keep_per_head`.
         """
-        width = _check_named("the carried of Eviction.late is", call, carried)
+        _require_named("the carried of Eviction.late is", call, carried)
+        width = max((x.shape[2] for x in carried.values()), default=0)
         for known in call.carried.values():
-            n_scored = known.shape[2] + call.length
-            _check_indices("late", call, mask, torch.bool, n_scored - width)
+            n = known.shape[2] + call.length - width
+            _require("Eviction.late was given", mask, call, n, dtype=torch.bool)
         return replace(cls.nothing(call), late_mask=mask, carried=carried)
 
     @classmethod
@@ -146,7 +148,7 @@ class Eviction:
         if not isinstance(returned, cls):
             is_several = isinstance(returned, (tuple, list, Iterator))
             given = tuple(returned) if is_several else (returned,)
-            _check_states(call, given)
+            _require_states(call, given)
             keys, values = given
             whole = keys.shape[2] == call.length
             return cls(call, keys, values, _all_tokens(keys) if whole else None)
@@ -157,7 +159,7 @@ class Eviction:
                 f"for {call.length} of {call.site.name}; make one for each call"
             )
         keys = returned.keys if returned.channels is None else call.keys[:, :, : returned.length]
-        _check_states(call, (keys, returned.values))
+        _require_states(call, (keys, returned.values))
         return returned
 
     # ---- derived values --------------------------------------------------------------------------
@@ -245,28 +247,7 @@ def _all_tokens(keys: Tensor) -> Tensor:
     return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
 
 
-# ---- checks: of values only on a CPU, as reading them would wait for a GPU -----------------------
-
-
-def _check_states(call: AttentionCall, given: tuple[Any, ...]) -> None:
-    """Raise unless `given` are keys and values `(B, H_kv, n, d)` that may be kept of `call`.
-
-    Raises:
-        PressError: with what was given and what may be.
-    """
-    keys, values = call.keys, call.values
-    are_states = len(given) == 2 and all(is_dense(x, keys) and x.ndim == 4 for x in given)
-    n = given[0].shape[2] if are_states else 0
-    allowed = [(x[:, :, :n].shape, x.dtype) for x in (keys, values)]
-    if n and [(x.shape, x.dtype) for x in given] == allowed:
-        return
-    (batch, heads, length, d), d_values = keys.shape, values.shape[-1]
-    shapes = f"({batch}, {heads}, n, {d}) and ({batch}, {heads}, n, {d_values})"
-    raise PressError(
-        f"compress returned {', '.join(map(described, given[:3])) or 'nothing'}; return an "
-        f"Eviction, or keys and values {shapes} {keys.dtype} on {keys.device} with 1 <= n <= "
-        f"{length}, taken from those that it was given"
-    )
+# ---- checks of what a press returns --------------------------------------------------------------
 
 
 def memory_of(presses: Iterable[Any], call: AttentionCall) -> dict[str, Tensor]:
@@ -279,7 +260,7 @@ def memory_of(presses: Iterable[Any], call: AttentionCall) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for press in (press for press in presses if press.all_needs & Needs.MEMORY):
         given, name = press.remember(call), type(press).__name__
-        _check_named(f"{name}.remember returned", call, given, call.length)
+        _require_named(f"{name}.remember returned", call, given, call.length)
         for key, values in given.items():
             if key in found and not torch.equal(found[key], values):
                 raise PressError(
@@ -290,54 +271,66 @@ def memory_of(presses: Iterable[Any], call: AttentionCall) -> dict[str, Tensor]:
     return found
 
 
-def _check_named(given_by: str, call: AttentionCall, given: Any, width: int | None = None) -> int:
-    """Raise unless `given` are tensors `(B, H_kv, w)` by name; with `width`, `w` is that.
-
-    Returns:
-        `w`; 0 if `given` is empty.
-
-    Raises:
-        PressError: with what was given, by which `given_by` says how.
-    """
-    is_named = isinstance(given, Mapping)
-    values = list(given.values()) if is_named else [given]
-    dense = is_named and all(is_dense(x, call.keys) and x.ndim == 3 for x in values)
-    w = values[0].shape[2] if dense and values and width is None else width or 0
-    shape = (*call.keys.shape[:2], w)
-    if not dense or any(x.shape != shape for x in values):
-        last = "w" if width is None else width
-        raise PressError(
-            f"{given_by} {', '.join(map(described, values))}; it has to be a dict of a tensor "
-            f"({shape[0]}, {shape[1]}, {last}) on {call.keys.device} for each name"
-        )
-    return w
+Size = int | tuple[int, float]
+"""The size of a dimension, or the smallest and the largest size."""
 
 
-def _check_indices(
-    kind: str, call: AttentionCall, given: Any, dtype: torch.dtype, size: int
+def _require(
+    given_by: str, given: Any, call: AttentionCall, *sizes: Size, dtype: torch.dtype | None = None
 ) -> None:
-    """Raise unless `given` is `(B, H_kv, size)` bool, or `(B, H_kv, n)` integers below `size`.
+    """Raise unless `given` is a tensor `(B, H_kv, *sizes)` to use with the keys of `call`.
+
+    Args:
+        given_by: the beginning of the message: who gave it, and how.
+        dtype: None: any.
 
     Raises:
-        PressError: with what was given and what `Eviction.<kind>` takes.
+        PressError: with what was given, and what it has to be.
     """
-    batch, heads, is_mask, found = *call.keys.shape[:2], dtype is torch.bool, described(given)
-    if is_dense(given, call.keys) and given.ndim == 3 and given.dtype is dtype:
-        n = given.shape[2]
-        if given.shape[:2] == (batch, heads) and (n == size if is_mask else 1 <= n <= size):
-            if is_mask or not is_readable(given) or torch.compiler.is_compiling():
-                return
-            low, high = map(int, given.aminmax())
-            ascends = bool((given.diff(dim=-1) > 0).all())
-            if low >= 0 and high < size and ascends:
-                return
-            found = f"indices from {low} to {high}{'' if ascends else ' that do not ascend'}"
-    last = size if is_mask else f"1 <= n <= {size}"
-    kinds = "" if is_mask else f", ascending indices from 0 to {size - 1}"
+    shape = [n if isinstance(n, tuple) else (n, n) for n in (*call.keys.shape[:2], *sizes)]
+    fits = is_dense(given, call.keys) and given.ndim == len(shape) and dtype in (None, given.dtype)
+    if fits and all(low <= n <= high for n, (low, high) in zip(given.shape, shape, strict=True)):
+        return
+    allowed = [f"{low}" if low == high else f"{low} to {high}" for low, high in shape]
+    kind = "tensor" if dtype is None else f"{dtype} tensor"
+    hint = "; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same" * (len(sizes) == 1)
     raise PressError(
-        f"Eviction.{kind} was given {found}; it takes a tensor ({batch}, {heads}, {last}) {dtype}"
-        f"{kinds}; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same"
+        f"{given_by} {described(given)}; it has to be a {kind} ({', '.join(allowed)}) on "
+        f"{call.keys.device}{hint}"
     )
+
+
+def _require_states(call: AttentionCall, given: tuple[Any, ...]) -> None:
+    """Raise unless `given` are keys and values `(B, H_kv, n, d)` that may be kept of `call`."""
+    if len(given) != 2:
+        found = ", ".join(map(described, given[:3])) or "nothing"
+        raise PressError(f"compress returned {found}; return an Eviction, or keys and values")
+    n: Size = (1, call.length)
+    for states, like in zip(given, (call.keys, call.values), strict=True):
+        _require("compress returned", states, call, n, like.shape[3], dtype=like.dtype)
+        n = states.shape[2]
+
+
+def _require_named(given_by: str, call: AttentionCall, given: Any, width: Size = (0, inf)) -> None:
+    """Raise unless `given` are tensors `(B, H_kv, w)` by name, with one `w` of the size `width`."""
+    if not isinstance(given, Mapping):
+        raise PressError(f"{given_by} {described(given)}; it has to be a dict of tensors by name")
+    for values in given.values():
+        _require(given_by, values, call, width)
+        width = values.shape[2]
+
+
+def _require_indices(kind: str, call: AttentionCall, given: Any, size: int) -> None:
+    """Raise unless `given` are ascending indices `(B, H_kv, n)` below `size`."""
+    given_by = f"Eviction.{kind} was given"
+    _require(given_by, given, call, (1, size), dtype=torch.int64)
+    if not is_readable(given) or torch.compiler.is_compiling():
+        return  # reading values would wait for a GPU
+    low, high = map(int, given.aminmax())
+    if low < 0 or high >= size or not bool((given.diff(dim=-1) > 0).all()):
+        raise PressError(
+            f"{given_by} indices from {low} to {high}; they have to ascend, from 0 to {size - 1}"
+        )
 
 
 def described(given: Any) -> str:

@@ -44,9 +44,13 @@ def odd(default: int) -> Any:
     return limited(default, lambda n: n >= 1 and n % 2 == 1, "odd and positive")
 
 
+AMOUNT = is_amount, "a number in [0, 1), or the Tokens to keep"
+"""Arguments of `limited` for a compression ratio: the check and its description."""
+
+
 def amount_field(default: Any = 0.0) -> Any:
     """A field for a compression ratio, or for the `Tokens` to keep."""
-    return limited(default, is_amount, "a number in [0, 1), or the Tokens to keep")
+    return limited(default, *AMOUNT)
 
 
 def above(other: str, default: int) -> Any:
@@ -65,24 +69,20 @@ def require(press: Any, name: str, holds: bool, allowed: str) -> None:
         )
 
 
+def require_given(holds: Callable[[Any], bool], allowed: str, **given: Any) -> None:
+    """Raise a `HyperparameterError` unless all arguments satisfy `holds`; see `limited`."""
+    for name, value in given.items():
+        if not holds(value):
+            raise HyperparameterError(f"{name}={reprlib.repr(value)}: {name} must be {allowed}")
+
+
 def require_whole(at_least: int, **given: Any) -> None:
     """Raise a `HyperparameterError` unless all are whole numbers, `at_least` or more."""
-    for name, n in given.items():
-        if isinstance(n, bool) or not isinstance(n, Integral) or n < at_least:
-            raise HyperparameterError(
-                f"{name}={n!r}: {name} must be a whole number, {at_least} or more"
-            )
 
+    def holds(n: Any) -> bool:
+        return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= at_least
 
-def require_amounts(**given: Any) -> None:
-    """Raise a `HyperparameterError` unless all are lists of compression ratios or `Tokens`."""
-    for name, amounts in given.items():
-        is_list = hasattr(amounts, "__getitem__") and len(amounts) > 0
-        if not (is_list and all(map(is_amount, amounts))):
-            raise HyperparameterError(
-                f"{name}={reprlib.repr(amounts)}: {name} must be a list of numbers in [0, 1), or "
-                "of the Tokens to keep, at least one"
-            )
+    require_given(holds, f"a whole number, {at_least} or more", **given)
 
 
 _PLAIN: dict[Any, tuple[type, str]] = {

@@ -221,10 +221,7 @@ class Press:
         return all(part.is_due(n_steps, n_new) for part in decoding)
 
     def is_awaited(self, n_steps: int, n_new: int, n_buffered: int) -> bool:
-        """Whether to observe this decode step: pruning is due, or its states have to be buffered.
-
-        Steps that are not observed cost next to nothing. `n_buffered`: its `buffered_tokens`.
-        """
+        """Whether to observe a decode step: pruning is due, or `n_buffered` tokens are buffered."""
         return n_buffered > 0 or self.is_due(n_steps, n_new)
 
     # ---- the formula -----------------------------------------------------------------------------

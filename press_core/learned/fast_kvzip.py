@@ -295,15 +295,15 @@ class FastKVzip(RatioPress, TaughtPress):
             return
         known_slots = zip(scope.sites, slots, strict=True)
         gates = [site.ranks.gather(x[GATE]) for site, x in known_slots]  # of all ranks
-        tokens = [scores[:, 0] > 0 for scores in gates]
-        by_row = []
-        for row in range(len(tokens[0])):
-            pairs = zip(gates, tokens, strict=True)
-            by_row.append(self.choose([scores[row][:, current[row]] for scores, current in pairs]))
+        by_row = [
+            self.choose([scores[:, scores[0] > 0] for scores in of_row])
+            for of_row in zip(*gates, strict=True)
+        ]
         is_whole = all(bool(chosen.all()) for of_row in by_row for chosen in of_row)
-        of_layers = zip(scope.sites, layers, tokens, zip(*by_row, strict=True), strict=True)
-        for site, layer, current, chosen in of_layers:
+        of_layers = zip(scope.sites, layers, gates, zip(*by_row, strict=True), strict=True)
+        for site, layer, scores, chosen in of_layers:
             layer.remember(scope.key, None)
             if not is_whole:
-                occupied = None if bool(current.all()) else current
+                tokens = scores[:, 0] > 0
+                occupied = None if bool(tokens.all()) else tokens
                 store_chosen(scope, forward, cache, site, occupied, chosen)

@@ -101,8 +101,7 @@ class LUKV(Around, BudgetPress, LearnedPress):
         evicted = call.prepared(self).rates[min(max(round(100 * ratio), 1), PER_CENT) - 1]
         if not isinstance(self.amount_of(call), Tokens):
             return head_counts(evicted[own].tolist(), call.length)
-        sites = [call.site] if call.scope is None else call.scope.sites
-        pruned = sorted({site.layer_idx for site in sites})
+        pruned = sorted({site.layer_idx for site in call.scope.sites})
         total = self.budget(call) * evicted.shape[1] * len(pruned)
         return exact_counts(evicted[pruned].tolist(), call.length, total)[pruned.index(own)]
 

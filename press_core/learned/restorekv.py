@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, pad
 
-from press_core.budget import Tokens
+from press_core.budget import Tokens, is_amount
 from press_core.errors import UnsupportedModelError
-from press_core.fields import require_amounts, require_whole
+from press_core.fields import require_given, require_whole
 from press_core.files.files import read
 from press_core.forward import Forward, cache_of, with_cache
 from press_core.learned.calibration import Calibration, CalibrationError, LearnedPress, learned
@@ -33,6 +33,12 @@ from press_core.select import upcast
 
 N_TOKENS = 8
 """Number of learned tokens (restore tokens)."""
+
+AMOUNTS = (
+    lambda x: hasattr(x, "__getitem__") and len(x) > 0 and all(map(is_amount, x)),
+    "a list of numbers in [0, 1), or of the Tokens to keep, at least one",
+)
+"""Arguments of `require_given` for the ratios to train at: the check and its description."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -268,7 +274,7 @@ class RestoreKV(KVzip, LearnedPress):
         """
         given = {} if n_batches is None else {"n_batches": n_batches}
         require_whole(1, n_following=n_following, rank=rank, **given)
-        require_amounts(compression_ratios=compression_ratios)
+        require_given(*AMOUNTS, compression_ratios=compression_ratios)
         with torch.inference_mode(False), torch.enable_grad():
             started = first_adapter(model, rank, seed)
             learned_parts = {name: x.requires_grad_() for name, x in started.tensors.items()}

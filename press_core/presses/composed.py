@@ -13,7 +13,7 @@ from press_core.budget import Amount, Tokens, is_amount
 from press_core.call import AttentionCall
 from press_core.errors import HyperparameterError
 from press_core.eviction import Eviction
-from press_core.fields import limited, require
+from press_core.fields import AMOUNT, limited, require, require_given
 from press_core.model.sites import AttentionSite, n_layers_of, site_of
 from press_core.press import Press
 from press_core.scoring import Composition, Wrapper, acts_in_prefill_only
@@ -55,11 +55,7 @@ class Composed(Composition):
 
     def with_ratio(self, compression_ratio: Amount) -> Press:
         """A copy with this total ratio, divided over the presses in the same proportions."""
-        if not is_amount(compression_ratio):
-            raise HyperparameterError(
-                f"{type(self).__name__}.with_ratio({compression_ratio!r:.80}): a ratio is a number "
-                "in [0, 1), or the Tokens to keep"
-            )
+        require_given(*AMOUNT, compression_ratio=compression_ratio)
         presses, done, total = list(self.presses), 0.0, compression_ratio
         for index, weight in _shares(self.presses).items():
             if isinstance(total, Tokens):  # previous presses have covered the part `done`

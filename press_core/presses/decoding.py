@@ -14,6 +14,7 @@ from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.fields import amount_field, count, limited, require, share
 from press_core.press import Press, RatioPress
+from press_core.presses.positions import SizedPress
 from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, acts_in_prefill_only
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
@@ -105,7 +106,7 @@ class AtIntervals(Composition):
 
 
 @dataclass
-class Decoding(AtIntervals):
+class Decoding(SizedPress, AtIntervals):
     """Keeps the `target_size` best tokens, pruning every `compression_interval` decoding steps.
 
     The cache grows while decoding and is pruned back at each interval. The prefill is not pruned.
@@ -120,12 +121,6 @@ class Decoding(AtIntervals):
 
     target_size: int = count(2048, 1)
     hidden_states_buffer_size: int = count(256)
-
-    def with_budget(self, tokens: int) -> Press:
-        return self.changed(target_size=tokens)
-
-    def budget(self, call: AttentionCall) -> int:
-        return min(call.length, self.target_size)
 
 
 @dataclass
@@ -156,7 +151,7 @@ class CompressionRatioDecoding(AtIntervals):
 
 
 @dataclass
-class EveryTurn(Around, BudgetPress):
+class EveryTurn(SizedPress, Around, BudgetPress):
     """Keeps the `target_size` best tokens after every turn of a conversation.
 
     A turn is a forward of several tokens: the context, and each later question. After its
@@ -176,13 +171,6 @@ class EveryTurn(Around, BudgetPress):
     hidden_states_buffer_size: int = count(256)
 
     phases = Phase.PREFILL | Phase.DECODING
-
-    def with_budget(self, tokens: int) -> Press:
-        return self.changed(target_size=tokens)
-
-    @property
-    def amount(self) -> Amount:
-        return Tokens(self.target_size)
 
     def is_due(self, n_steps: int, n_new: int) -> bool:
         return n_new > 1

@@ -7,12 +7,13 @@ each KV head evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from press_core.attention import mean_attention
+from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
@@ -93,8 +94,25 @@ class StreamingLLM(RatioScorer):
         return kept.float().repeat(*call.keys.shape[:2], 1)
 
 
+class SizedPress(MeasuredPress):
+    """A press with a field for the number of tokens to keep, instead of a share to evict.
+
+    Attributes:
+        size_field: class attribute; name of that field.
+    """
+
+    size_field: ClassVar[str] = "target_size"
+
+    @property
+    def amount(self) -> Amount:
+        return Tokens(getattr(self, self.size_field))
+
+    def with_budget(self, tokens: int) -> Press:
+        return self.changed(**{self.size_field: tokens})
+
+
 @dataclass
-class StreamingLLMDecoding(MeasuredPress):
+class StreamingLLMDecoding(SizedPress):
     """Keeps sinks and a sliding window, in a bounded cache for endless generation (2309.17453).
 
     Before each forward over a filled cache, a layer longer than `max_capacity` keeps its first
@@ -117,16 +135,11 @@ class StreamingLLMDecoding(MeasuredPress):
     rerotate: bool = False
 
     phases = Phase.BEFORE_DECODING
-
-    def with_budget(self, tokens: int) -> Press:
-        return self.changed(max_capacity=tokens)
+    size_field = "max_capacity"
 
     @property
     def needs(self) -> Needs:
         return Needs.ROPE if self.rerotate else Needs.NOTHING
-
-    def keeps(self, length: int) -> int:
-        return min(length, self.max_capacity)
 
     def acts_on(self, length: int) -> bool:
         return length > self.max_capacity
