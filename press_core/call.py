@@ -215,7 +215,7 @@ class AttentionCall:
             return upcast(self.keys)
         as_given = self._cos_sin_of_keys()
         if as_given is not None:
-            return rotary.unrotate_heads(self.keys, *as_given)
+            return rotary.unrotate(self.keys, *as_given)
         return rotary.rotate_from(self.keys, self.key_positions())
 
     def keys_are_at(self, positions: Tensor) -> bool:

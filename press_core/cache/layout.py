@@ -80,7 +80,13 @@ class Blocks:
         if of_rows or like.is_cuda:  # torch's varlen kernel needs the heads in order, end to end
             shared = torch.ones_like(shared)
         order, n_own = shared.to(torch.int8).argsort(stable=True), n - int(shared.sum())
-        heads, blocks, surplus = _readings(readers, order, n_own)
+        blocks = torch.arange(n)[:, None].expand_as(readers)
+        surplus = readers.diff(dim=1, prepend=readers[:, :1] - 1) == 0  # the last one, repeated
+
+        def readings(x: Tensor) -> Tensor:
+            return torch.cat((x[order[:n_own], 0], x[order[n_own:]].flatten()))
+
+        heads, blocks, surplus = map(readings, (readers, blocks, surplus))
         slots = blocks[:, None] * size + torch.arange(size) - starts[heads, None]
         masked = (slots < 0) | (slots >= held[heads, None]) | surplus[:, None]
         hidden = torch.zeros(masked.shape, dtype=like.dtype).masked_fill_(masked, float("-inf"))
@@ -152,21 +158,3 @@ def _readers(held: Tensor, starts: Tensor, size: int, n: int) -> Tensor:
     last = torch.searchsorted(starts, blocks + size) - 1
     width = int((last - first).max()) + 1
     return torch.minimum(first[:, None] + torch.arange(width), last[:, None])
-
-
-def _readings(readers: Tensor, order: Tensor, n_own: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Head and block of every reading, and whether the reading is surplus, `(P,)` each.
-
-    Args:
-        readers: `(n, w)`; see `_readers`.
-        order: `(n,)` int64: the blocks, those with a single head first.
-        n_own: number of blocks with a single head.
-    """
-    repeated = torch.zeros_like(readers, dtype=torch.bool)
-    repeated[:, 1:] = readers[:, 1:] == readers[:, :-1]
-    own, shared = order.split((n_own, len(order) - n_own))
-    return (
-        torch.cat((readers[own, 0], readers[shared].flatten())),
-        torch.cat((own, shared.repeat_interleave(readers.shape[1]))),
-        torch.cat((torch.zeros_like(own, dtype=torch.bool), repeated[shared].flatten())),
-    )

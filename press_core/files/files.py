@@ -98,7 +98,7 @@ def check_target(path: Path, overwrite: bool) -> None:
             advice = "give another name; save_cache(overwrite=True) replaces a compressed cache"
             require(overwrite, f"a file is there already; {advice}")
             require(path.is_file() and not path.is_symlink(), "it is no regular file")
-            read_header(path, any_version=True)
+            read_cache(path, "", any_version=True)
 
 
 def write(
@@ -120,8 +120,8 @@ def write(
         part.unlink(missing_ok=True)
 
 
-def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
-    """The description in a file.
+def read_cache(path: Path, group: str, any_version: bool = False) -> tuple[Any, dict[str, Tensor]]:
+    """The description in the file of a cache, and a group of its tensors; see `read`.
 
     Args:
         any_version: accept other versions of the format.
@@ -131,12 +131,12 @@ def read_header(path: Path, any_version: bool = False) -> dict[str, Any]:
     """
     with refused(path, "is no compressed cache"):
         require(path.is_file(), "there is no file")
-        about = dict(read(path, "")[0])
+        about, tensors = read(path, group)
         holds = f"it holds {about['kind']!s:.80}" if "kind" in about else "nothing in it says so"
         require(about.get("kind") == KIND, holds)
         if not any_version:
             check_version(about, FORMAT_VERSION)
-    return about
+    return about, tensors
 
 
 def check_version(about: Mapping[str, Any], known: int) -> None:
@@ -243,50 +243,44 @@ def _record_of(value: Any, kinds: Kinds) -> dict[str, Any]:
 
 
 def unsealed(description: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that was passed to `sealed`: lists as tuples, layers as records for `layer_from`.
+    """What `sealed` has written, for `value_of`.
 
     Raises:
         ValueError: if the contents do not match the seal.
     """
-    tensors = {name: x.clone() for name, x in tensors.items()}
     whole = description["seal"] == _seal(description["is"], tensors)
     require(whole, "it is not as it was written")
-
-    def unpacked(x: dict[str, Any]) -> Any:
-        if x.keys() == {"tensor"}:
-            return tensors[x["tensor"]]
-        if x.keys() == {"dtype"}:
-            return _DTYPES[x["dtype"]]
-        # JSON has string keys only, and no tuples.
-        named = {int(key) if key.isdigit() else key: value for key, value in x.items()}
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in named.items()}
-
-    return json.loads(json.dumps(description["is"]), object_hook=unpacked)
+    return description["is"]
 
 
-def layer_from(record: Any, kinds: Kinds, device: torch.device) -> Any:
-    """The layer, or part of a layer, that was written as `record`, on `device`.
+def value_of(x: Any, tensors: Mapping[str, Tensor], kinds: Kinds, device: torch.device) -> Any:
+    """The value that was written as `x`, on `device`; lists are tuples.
 
     Args:
+        tensors: the tensors of the file, which are copied.
         kinds: see `kinds_of`.
 
     Raises:
-        ValueError: if the kind of layer is unknown, or if its counts or positions are invalid.
+        ValueError: if a layer has invalid counts or positions.
+        KeyError: if a layer is of an unknown kind.
     """
-    if isinstance(record, Tensor):
-        return record.to(device)
-    if not isinstance(record, dict):
-        return record
-    if record.keys() == {"device"}:
+    if isinstance(x, list):
+        return tuple([value_of(part, tensors, kinds, device) for part in x])
+    if not isinstance(x, dict):
+        return x
+    if x.keys() == {"tensor"}:
+        return tensors[x["tensor"]].to(device, copy=True)
+    if x.keys() == {"dtype"}:
+        return _DTYPES[x["dtype"]]
+    if x.keys() == {"device"}:
         return device
-    if record.keys() != {"kind", "state"}:
-        return {key: layer_from(x, kinds, device) for key, x in record.items()}
-    kind = record["kind"]
-    require(kind in kinds, f"it has a layer of an unknown kind {kind!r}")
-    made = copy(kinds[kind])  # releases of transformers have different attributes
+    if x.keys() != {"kind", "state"}:  # JSON has string keys only
+        parts = {key: value_of(part, tensors, kinds, device) for key, part in x.items()}
+        return {int(key) if key.isdigit() else key: part for key, part in parts.items()}
+    made = copy(kinds[x["kind"]])  # releases of transformers have different attributes
     # The layout of heads in blocks is read on the CPU, and made anew for the device.
     own_device = torch.device("cpu") if isinstance(made, Blocks) else device
-    state = layer_from(record["state"], kinds, own_device)
+    state = value_of(x["state"], tensors, kinds, own_device)
     if isinstance(made, PrunedLayer):
         made._reset_metadata()
         _check(state["kept"], state)

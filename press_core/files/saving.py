@@ -211,7 +211,7 @@ def load_cache(
         UnsupportedModelError: if the model cannot be identified.
     """
     path = Path(path)
-    about = files.read_header(path)
+    about, tensors = files.read_cache(path, "cache")
     own = identity(model)
     with files.refused(path, "cannot be read"):
         made_with = about["made_with"]["transformers"]
@@ -223,8 +223,8 @@ def load_cache(
         differing = _differences(about["model"], own, any_version)
         name = f"{about['model']['name']!s:.60}"
         files.require(not differing, f"it is a cache of another model ({name!r}): {differing}")
-        layers = files.unsealed(about["caches"], files.read(path, "cache")[1])
-        return _cache(layers, model, None if device is None else torch.device(device))
+        layers = files.unsealed(about["caches"], tensors)
+        return _cache(layers, tensors, model, None if device is None else torch.device(device))
 
 
 def about_cache(path: str | Path) -> SavedCache:
@@ -234,9 +234,10 @@ def about_cache(path: str | Path) -> SavedCache:
         CacheFileError: if the file does not exist, or was not written by `save_cache`.
     """
     path = Path(path)
-    header = files.read_header(path)
+    header, tensors = files.read_cache(path, "about")
     with files.refused(path, "cannot be read"):
-        about = files.unsealed(header["about"], files.read(path, "about")[1])
+        described = files.unsealed(header["about"], tensors)
+        about = files.value_of(described, tensors, {}, torch.device("cpu"))
         name, notes = str(header["model"]["name"]), dict(header["notes"])
         made_with = dict(header["made_with"])
         return SavedCache(path, name, **about, notes=notes, made_with=made_with)
@@ -257,14 +258,16 @@ def _differences(saved: dict[str, Any], own: dict[str, Any], any_version: bool) 
     return "; ".join(differing[:2])
 
 
-def _cache(of_caches: Any, model: Any, device: torch.device | None) -> Any:
+def _cache(
+    of_caches: Any, tensors: Mapping[str, Tensor], model: Any, device: torch.device | None
+) -> Any:
     kinds, runs_on, first = files.kinds_of(model.config), _devices(model), device_of(model)
     made = []
     for records in of_caches.values():
         made.append(DynamicCache())
         for i, record in enumerate(records):
-            layer = files.layer_from(record, kinds, device or runs_on.get(i, first))
-            made[-1].layers.append(layer)
+            own_device = device or runs_on.get(i, first)
+            made[-1].layers.append(files.value_of(record, tensors, kinds, own_device))
     by_layer = {site.layer_idx: site for site in attention_sites(model)}
     for index, layer in enumerate(made[0].layers):
         if isinstance(layer, PrunedLayer):

@@ -64,18 +64,15 @@ def graphs_of(sites: list[AttentionSite]) -> Iterator[CodeType]:
     names = {site.name.rpartition(".")[2] for site in sites}
     names |= {name for site in sites for name, _ in site.module.named_children()}
     members = {f"_modules['{name}']" for name in names}
-    for code in list(_compiled()):
+    for code in _compiled():
         entries = dynamo.eval_frame._debug_get_cache_entry_list(code)
         guards = [str(entry.guard_manager) for entry in entries]
         if any(member in text for text in guards for member in members):
             yield code
 
 
-def _compiled() -> Iterator[CodeType]:
+def _compiled() -> list[CodeType]:
     """All code objects that were compiled in this process and still exist."""
     frames = sys.modules["torch._dynamo.convert_frame"]
-    for codes in (frames.input_codes, frames.output_codes):
-        for reference in list(codes.seen):
-            code = reference()
-            if code is not None:
-                yield code
+    references = *frames.input_codes.seen, *frames.output_codes.seen
+    return [code for reference in references if (code := reference()) is not None]

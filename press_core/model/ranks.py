@@ -37,9 +37,8 @@ class HeadGroup:
         """The mean over the ranks, which exchange it on `device`, where their backend can."""
         if self.process_group is None:
             return value
-        return float(
-            self.gather(torch.tensor([[value]], dtype=torch.float64, device=device)).mean()
-        )
+        of_ranks = self.gather(torch.tensor([[value]], dtype=torch.float64, device=device))
+        return float(of_ranks.mean())
 
 
 def ranks_of(model: nn.Module) -> HeadGroup:

@@ -41,7 +41,8 @@ class Rotary:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` `(B, H, q, d)` by `cos`, `sin` `(1 or B, q, rotary channels)`.
 
-        The result is bit-identical to the model's.
+        The result is bit-identical to the model's. Where heads have positions of their own, cosines
+        and sines are `(1 or B, 1 or H, q, rotary channels)`.
         """
         return _in_parts(self._rotated, x, cos, sin)
 
@@ -67,16 +68,12 @@ class Rotary:
             positions: `(1 or B, 1 or H, n)` int64; heads may have different positions.
         """
         x = upcast(x)
-        return _each_head(self.rotate, x, *self._at(x, positions))
+        return self.rotate(x, *self._at(x, positions))
 
     def rotate_from(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate_to`."""
         x = upcast(x)
-        return self.unrotate_heads(x, *self._at(x, positions))
-
-    def unrotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Undo `rotate` of `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
-        return _each_head(self.unrotate, x, cos, sin)
+        return self.unrotate(x, *self._at(x, positions))
 
     def find(self, cos: Tensor, sin: Tensor, limit: int) -> Tensor:
         """The position with these cosines and sines, `(B,)` int64.
@@ -155,16 +152,12 @@ class Rotary:
         return own
 
 
-def _each_head(rotate: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` `x` `(B, H, n, d)` by `cos`, `sin` `(1 or B, 1 or H, n, channels)`."""
-    if cos.shape[1] == 1:
-        return rotate(x, cos[:, 0], sin[:, 0])
-    cos, sin = (c.expand(*x.shape[:3], -1).flatten(0, 1) for c in (cos, sin))
-    return rotate(x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
-
-
 def _in_parts(rotate: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotate(x, cos, sin)` for `x` `(B, H, q, d)`, in chunks of tokens; see `press_core.tiles`."""
+    if cos.dim() == 4 and cos.shape[1] > 1:  # every head is a row of a batch
+        cos, sin = (c.expand(*x.shape[:3], -1).flatten(0, 1) for c in (cos, sin))
+        return _in_parts(rotate, x.flatten(0, 1).unsqueeze(1), cos, sin).view(x.shape)
+    cos, sin = (c.flatten(0, -3) for c in (cos, sin))  # one for all heads
     step = rows_at_once(x, 4 * x[:, :, :1].numel())  # the model's function makes 4 copies
     if x.shape[2] <= step:
         return rotate(x, cos, sin)

@@ -1,7 +1,7 @@
 """One `AttentionSite` per attention module of a model; the probe makes them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,12 +57,14 @@ class Place:
             model does not derive positions from the cache.
         owner: for a module that is no site, but reads the layer that another module fills, the
             index of that layer.
+        slides: whether the module is no site, because it sees a sliding window only.
     """
 
     depth: int = 0
     n_sites: int = 1
     keeps_count: bool = False
     owner: int | None = None
+    slides: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class AttentionSite:
         head_order: per query head, the KV head that it attends over; None: `h // G`.
         ranks: the tensor-parallel ranks that share the heads.
         query_source: the submodule output that holds the query, for hooks; None: there is none.
-        refusals: by need, why the module does not meet it, as the probe found; see `refusal`.
+        refusals: by need, why the module does not meet it, as the probe found; see `refusal` and
+            `can_be_pruned`.
     """
 
     name: str
@@ -159,6 +162,22 @@ class AttentionSite:
                 " or use a press from hooks_impl that keeps the same number of tokens in each head"
             )
         return self.refusals.get(need)
+
+    @property
+    def can_be_pruned(self) -> bool:
+        """Whether any press can work on the module; otherwise it is no site."""
+        return "pruning" not in self.refusals
+
+    def refused(self, why: str, *needs: str) -> "AttentionSite":
+        """The same with `needs` marked as not met, for the reason `why`."""
+        return replace(self, refusals={**self.refusals, **dict.fromkeys(needs, why)})
+
+    def with_modules(self, find: Callable[[Any], Any]) -> "AttentionSite":
+        """The same with each module, or its name, replaced by what `find` returns for it."""
+        rotary = self.rotary
+        if rotary is not None and rotary.embedding is not None:
+            rotary = replace(rotary, embedding=find(rotary.embedding))
+        return replace(self, module=find(self.module), rotary=rotary)
 
     def grouped(self, of_heads: Tensor) -> Tensor:
         """`(B, H, ...)` with query heads reordered so that head `h` belongs to KV head `h // G`."""

@@ -31,13 +31,13 @@ from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Place
 from press_core.probe import watching
-from press_core.probe.facts import Facts, close, facts_of
+from press_core.probe.facts import close, site_of
 
-_known: weakref.WeakKeyDictionary[type, dict[str, list[Facts]]] = weakref.WeakKeyDictionary()
-"""By model class and `_kind_of`: the facts."""
+_known: weakref.WeakKeyDictionary[type, dict[str, list[Any]]] = weakref.WeakKeyDictionary()
+"""By model class and `_kind_of`: the sites, with names in place of modules.
 
-_NO_MODULE = nn.Module()
-"""Placeholder for modules in cached facts, which must not keep a model alive."""
+Modules would keep their model alive.
+"""
 
 _NO_ATTENTION = (
     "it has no attention module that goes through transformers' attention interface with a Cache; "
@@ -65,14 +65,14 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[AttentionSite]
     with watching.one_at_a_time:
         if key not in known:
             known[key] = _probe(model)
-    found = [facts.of(model.get_submodule) for facts in known[key]]
-    sites = [facts.site for facts in found if not facts.exemption]
+    found = [site.with_modules(model.get_submodule) for site in known[key]]
+    sites = [site for site in found if site.can_be_pruned]
     if not sites:
-        reasons = sorted({facts.exemption for facts in found})
+        reasons = sorted({site.refusals["pruning"] for site in found})
         raise UnsupportedModelError(
             f"no layer of {type(model).__name__} can give tokens up: {'; '.join(reasons)}"
         )
-    slides = any(facts.slides for facts in found)
+    slides = any(site.place.slides for site in found)
     for depth, site in enumerate(sites):
         ranks = ranks_of(model) if site.ranks.size > 1 else site.ranks
         keeps_count = slides or site.rotary_in_3d is not None or site.place.keeps_count
@@ -81,22 +81,22 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[AttentionSite]
     return sites, _bystanders(found, sites)
 
 
-def _bystanders(found: list[Facts], pruned: list[AttentionSite]) -> list[AttentionSite]:
+def _bystanders(found: list[AttentionSite], pruned: list[AttentionSite]) -> list[AttentionSite]:
     """The modules that read pruned layers, or whose window slides in a plain `DynamicCache()`."""
     rotaries: dict[int | None, Any] = {site.layer_idx: site.rotary for site in pruned}
-    sliding = [facts.site.layer_idx for facts in found if facts.slides]
+    sliding = [site.layer_idx for site in found if site.place.slides]
     # Otherwise the first layer slides, is not pruned, and sizes the masks of a plain cache.
     slides_after = min(sliding, default=0) > pruned[0].layer_idx
     return [
         # A module that reads another layer's keys rotates its queries as that layer does.
-        replace(facts.site, rotary=rotaries.get(facts.site.place.owner))
-        for facts in found
-        if facts.site.place.owner is not None or (facts.slides and slides_after)
+        replace(site, rotary=rotaries.get(site.place.owner))
+        for site in found
+        if site.place.owner is not None or (site.place.slides and slides_after)
     ]
 
 
 def _kind_of(model: Any) -> str:
-    """A key that is equal for models of one class that share the facts."""
+    """A key that is equal for models of one class that have the same kind of sites."""
     modules = watching.layers_of(model)
     configs = [getattr(x, "config", None) for x in (model, *(module for _, module in modules))]
     apart = {id(config): config for config in configs if config is not None}.values()
@@ -120,8 +120,8 @@ def _has_new_norms(modules: list[tuple[str, nn.Module]]) -> bool:
     return any(bool((x == x[0]).all()) for x in weights if not x.is_meta and x.numel())
 
 
-def _probe(model: nn.Module) -> list[Facts]:
-    """The facts about each attention module.
+def _probe(model: nn.Module) -> list[AttentionSite]:
+    """The sites of `model`, with the names of modules in place of modules.
 
     Raises:
         UnsupportedModelError: if they could not be found; maybe only now.
@@ -133,9 +133,10 @@ def _probe(model: nn.Module) -> list[Facts]:
                 module, watch, cache = _run(model)
                 step = "what it does with a few tokens is like no other model"
                 attending = [s for s in watch.seen if s.cache_name and s.interface]
-                facts = {seen.name: facts_of(seen, watch) for seen in attending}
-                facts = with_eviction_tried(model, module, cache, facts)
-                found = [known.of(lambda _: _NO_MODULE) for known in facts.values()]
+                sites = {seen.name: site_of(seen, watch) for seen in attending}
+                sites = with_eviction_tried(model, module, cache, sites)
+                names = {part: name for name, part in model.named_modules()}
+                found = [site.with_modules(names.__getitem__) for site in sites.values()]
     except Exception as error:
         why = f"{step} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     if not found:
@@ -171,9 +172,9 @@ EVICTED = 3
 
 
 def with_eviction_tried(
-    model: nn.Module, module: nn.Module, cache: Any, facts: dict[str, Facts]
-) -> dict[str, Facts]:
-    """`facts`, in which modules that depend on a key's index in the cache refuse evictions.
+    model: nn.Module, module: nn.Module, cache: Any, sites: dict[str, AttentionSite]
+) -> dict[str, AttentionSite]:
+    """`sites`, in which modules that depend on a key's index in the cache refuse evictions.
 
     One token is evicted from a copy of the cache and masked in another copy; the outputs of the
     attention modules must be equal.
@@ -181,21 +182,21 @@ def with_eviction_tried(
     Args:
         module: the part of `model` that was run over a few tokens and filled `cache`.
     """
-    pruned = [found.site for found in facts.values() if not found.exemption]
+    pruned = [site for site in sites.values() if site.can_be_pruned]
     if not pruned or cache is None:
-        return facts
+        return sites
     indices = {site.layer_idx for site in pruned}
-    readers = [x.site for x in facts.values() if not x.exemption or x.site.place.owner in indices]
+    readers = [x for x in sites.values() if x.can_be_pruned or x.place.owner in indices]
     masked, hidden_from = _again(model, module, copy.deepcopy(cache), readers)
-    for name, found in facts.items():
-        on, given = _goes_on(found.site.rotary, masked[name].embeddings), masked[name].arguments
+    tried = {}
+    for name, site in sites.items():
+        on, given = _goes_on(site.rotary, masked[name].embeddings), masked[name].arguments
         masks_one = hidden_from.get(name, given.get("attention_mask")) is not None
-        signature = replace(found.site.signature, masks_one=masks_one)
-        place = replace(found.site.place, keeps_count=not on)
-        site = replace(found.site, signature=signature, place=place)
-        facts = {**facts, name: replace(found, site=site)}
+        signature = replace(site.signature, masks_one=masks_one)
+        place = replace(site.place, keeps_count=not on)
+        tried[name] = replace(site, signature=signature, place=place)
     if len(hidden_from) < len(readers):  # some modules are called without running their hooks
-        return facts
+        return tried
     try:
         evicted = _again(model, module, _evicting_a_token(cache, indices))[0]
     except RuntimeError:  # shapes that do not fit
@@ -213,8 +214,8 @@ def with_eviction_tried(
                 "before those which it sees, as if it used a key's index in the cache instead of "
                 "its position"
             )
-            facts = {**facts, site.name: facts[site.name].refused(why, "tokens")}
-    return facts
+            tried[site.name] = tried[site.name].refused(why, "tokens")
+    return tried
 
 
 def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:

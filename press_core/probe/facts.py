@@ -1,10 +1,10 @@
-"""Facts about an attention module: which assumptions of presses hold for what was observed."""
+"""What presses can assume of an attention module, from what was observed of it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,82 +19,52 @@ from press_core.model.sites import AttentionSite, Place, QuerySource, Signature,
 from press_core.probe.watching import Attended, Seen, Watch
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What was found about one attention module; valid for every model of the same kind.
-
-    Attributes:
-        site: the module as presses see it.
-        exemption: why presses do not prune its cache layer; empty: they can.
-        slides: whether it sees a sliding window only.
-        maker: name of the module that computes its cosines and sines; None: unknown.
-    """
-
-    site: AttentionSite
-    exemption: str = ""
-    slides: bool = False
-    maker: str | None = None
-
-    def refused(self, why: str, *needs: str) -> Facts:
-        """The same with `needs` marked as not met, for the reason `why`."""
-        refusals = {**self.site.refusals, **dict.fromkeys(needs, why)}
-        return replace(self, site=replace(self.site, refusals=refusals))
-
-    def of(self, find: Callable[[str], nn.Module]) -> Facts:
-        """The same for another model of this kind; `find` returns its modules by name."""
-        rotary = self.site.rotary
-        if rotary is not None and self.maker is not None:
-            rotary = replace(rotary, embedding=find(self.maker))
-        site = replace(self.site, module=find(self.site.name), rotary=rotary)
-        return replace(self, site=site)
-
-
-def facts_of(seen: Seen, watch: Watch) -> Facts:
-    """The facts about one module.
+def site_of(seen: Seen, watch: Watch) -> AttentionSite:
+    """One module as presses see it, and why they cannot use what they may need of it.
 
     Args:
         seen: what was observed of it.
         watch: what was observed of all modules.
     """
     name, cache = f"{type(seen.module).__name__} ({seen.name})", seen.cache
-    site = _site(seen, watch.model)
+    site = _measured(seen, watch.model)
     if not hasattr(cache, "layers"):
         what = "no cache" if cache is None else f"a {type(cache).__name__}, which has no layers"
-        return Facts(site, f"{name} is given {what}")
+        return site.refused(f"{name} is given {what}", "pruning")
     if seen.n_forwards > 1:
-        return Facts(site, f"one {name} serves several layers of the cache")
+        return site.refused(f"one {name} serves several layers of the cache", "pruning")
     layer = seen.layer
     if getattr(layer, "sliding_window", None) is not None:
         why = (
             "layers that use a sliding window bound their cache already; set sliding_window=None "
             "in the config if the model was loaded for contexts shorter than its window"
         )
-        return Facts(site, why, slides=True)
+        return replace(site, place=Place(slides=True)).refused(why, "pruning")
     if kind_of(layer) not in (PrunedLayer, PrunedHybridLayer):
         owner = _owner(seen, cache)
         why = f"{name} caches in a {type(layer).__name__}, which this project cannot prune"
         why = why if owner is None else f"{name} reads the cache of another layer"
-        return Facts(replace(site, place=Place(owner=owner)), why)
+        return replace(site, place=Place(owner=owner)).refused(why, "pruning")
     if not seen.attended:
-        return Facts(site, f"{name} calls no attention function that could be seen")
+        return site.refused(f"{name} calls no attention function that could be seen", "pruning")
     if not bool(seen.attended[0].query.any()):
         raise ValueError(f"{name} has queries of zeros, as if its weights were not loaded")
     if seen.output is not None and not bool(seen.output.isfinite().all()):
         raise ValueError(f"{name} returns NaN or infinity in {seen.output.dtype}")
     lengths = {x.shape[-2] for x in (layer.keys, seen.attended[0].query, seen.attended[0].key)}
     if len(lengths) > 1:
-        return Facts(site, f"{name} attends over other tokens than it is given")
-    facts = _with_needs(name, seen, layer, Facts(site), watch)
+        return site.refused(f"{name} attends over other tokens than it is given", "pruning")
+    site = _with_needs(name, seen, layer, site, watch)
     if kind_of(layer) is PrunedHybridLayer:
         why = f"{name} shares its layer with a linear state, which a head-wise one has no room for"
-        facts = facts.refused(why, "heads")
+        site = site.refused(why, "heads")
     if any(_owner(other, cache) == site.layer_idx for other in watch.seen if other is not seen):
         why = f"other layers read what {name} caches, and know one length of it"
-        facts = facts.refused(why, "heads")
+        site = site.refused(why, "heads")
     if (other := _whole_beside(cache)) is not None:
         why = f"the model makes one mask for {name} and for a {other}, which cannot lose any"
-        facts = facts.refused(why, "tokens")
-    return facts
+        site = site.refused(why, "tokens")
+    return site
 
 
 def _whole_beside(cache: Any) -> str | None:
@@ -104,7 +74,7 @@ def _whole_beside(cache: Any) -> str | None:
     return others[0] if others and kind_of(masked[0]) is not None else None
 
 
-def _site(seen: Seen, model: nn.Module) -> AttentionSite:
+def _measured(seen: Seen, model: nn.Module) -> AttentionSite:
     """The site with its sizes and signature; sizes are 0 if no attention call was observed."""
     sizes, softmax, hands_on, ranks = (0, 0, 0), Softmax(1.0), False, HeadGroup()
     if seen.attended:
@@ -135,18 +105,20 @@ def _owner(seen: Seen, cache: Any) -> int | None:
     return None
 
 
-def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -> Facts:
-    """`facts` with unmet needs, head order, rotation and query source."""
+def _with_needs(
+    name: str, seen: Seen, layer: Any, site: AttentionSite, watch: Watch
+) -> AttentionSite:
+    """`site` with unmet needs, head order, rotation and query source."""
     call, keys = seen.attended[0], layer.keys
     order = order_of_heads(call, keys, layer.values)
-    facts = replace(facts, site=replace(facts.site, head_order=order))
+    site = replace(site, head_order=order)
     if order is None and keys.shape[1] == 1 and call.key.shape[1] > 1:
         why = (
             f"what {name} caches is no keys and values of heads, but latents of width "
             f"{keys.shape[-1]} that both are made of; StreamingLLMPress and RandomPress, which "
             "read neither, can evict them"
         )
-        return facts.refused(why, "states", "heads", "rope")
+        return site.refused(why, "states", "heads", "rope")
     masks = [attended.options.get("attention_mask") for attended in seen.attended]
     of_each_head = [isinstance(x, Tensor) and x.dim() == 4 and x.shape[1] > 1 for x in masks]
     if order is None or any(of_each_head):
@@ -154,41 +126,37 @@ def _with_needs(name: str, seen: Seen, layer: Any, facts: Facts, watch: Watch) -
             f"{name} does not attend over the heads of its cache one by one, so that they cannot "
             "keep tokens of their own; StreamingLLMPress keeps the same of all"
         )
-        return facts.refused(why, "own tokens", "heads", "rope")
-    if facts.site.sinks is not None and facts.site.ranks.size > 1:
+        return site.refused(why, "own tokens", "heads", "rope")
+    if site.sinks is not None and site.ranks.size > 1:
         why = f"{name} has learned sinks, which presses do not put together from several ranks"
-        facts = facts.refused(f"{why}; load the model without tp_plan", "tokens")
+        site = site.refused(f"{why}; load the model without tp_plan", "tokens")
     norms = keys.float().norm(dim=-1)
     if norms.std(dim=-1).max() < 1e-2 * norms.mean():
         why = (
             f"all keys of {name} have the same norm but for rounding; KeyDiffPress and SnapKVPress "
             "go by their directions"
         )
-        facts = facts.refused(why, "key norms")
-    return _with_query(name, seen, facts, watch)
+        site = site.refused(why, "key norms")
+    return _with_query(name, seen, site, watch)
 
 
-def _with_query(name: str, seen: Seen, facts: Facts, watch: Watch) -> Facts:
-    """`facts` with the rotation, and with the query source for hooks."""
+def _with_query(name: str, seen: Seen, site: AttentionSite, watch: Watch) -> AttentionSite:
+    """`site` with the rotation, and with the query source for hooks."""
     ignores_positions = functools.cache(lambda: _ignores_positions(seen, watch))  # runs it again
     rotary, why = rotation_of(seen, watch, ignores_positions)
     if why:
         needs = ("rope",) if ignores_positions() else ("rope", "unrotated keys")
-        facts = facts.refused(f"{name} {why}", *needs)
-    embedding = None if rotary is None else rotary.embedding
-    names = {module: name for name, module in watch.model.named_modules()}
-    site = replace(facts.site, rotary=rotary)
+        site = site.refused(f"{name} {why}", *needs)
+    site = replace(site, rotary=rotary)
     source = next(_query_sources(seen, site), None)
-    source = source if source is not None and _is_same_later(seen, watch) else None
-    facts = replace(facts, site=replace(site, query_source=source), maker=names.get(embedding))
-    if source is not None:
-        return facts
+    if source is not None and _is_same_later(seen, watch):
+        return replace(site, query_source=source)
     why = (
         f"a hook cannot tell where {name} computes its query: no output of "
         f"{', '.join(seen.outputs) or 'its submodules'} becomes what attention receives; use the "
         "press of the same name from patch_impl, which sees the query itself"
     )
-    return facts.refused(why, "queries by hooks")
+    return site.refused(why, "queries by hooks")
 
 
 class _Long:

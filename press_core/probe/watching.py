@@ -7,7 +7,7 @@ Python function in this thread, records them and is removed afterwards. No press
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -267,7 +267,10 @@ def as_if_nothing_happened(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore attributes and small buffers of `modules` at the end of the block."""
-    saved = [(m, values_of(m), _copies(m._buffers)) for m in modules]
+    saved = [(m, values_of(m), m._buffers.copy()) for m in modules]
+    found = [x for _, _, buffers in saved for x in buffers.values() if x is not None]
+    # Larger ones hold weights in some formats.
+    copies = [(x, x.clone()) for x in found if not x.is_meta and x.numel() <= 2**16]
     try:
         yield
     finally:
@@ -275,10 +278,10 @@ def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in values_of(module).keys() - attributes.keys():
                 vars(module).pop(name, None)
             vars(module).update(attributes)
-            for name, (buffer, before) in buffers.items():
-                module._buffers[name] = buffer
-                if before is not None and not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            module._buffers.update(buffers)
+        for buffer, before in copies:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
 
 
 def rotating_as_before(model: nn.Module) -> AbstractContextManager[None]:
@@ -290,15 +293,6 @@ def rotating_as_before(model: nn.Module) -> AbstractContextManager[None]:
 def values_of(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module, without functions: other threads may put patches on it."""
     return {name: x for name, x in vars(module).copy().items() if not callable(x)}
-
-
-def _copies(buffers: Mapping[str, Any]) -> dict[str, tuple[Any, Tensor | None]]:
-    """Buffers by name, small ones with a copy: larger ones hold weights in some formats."""
-
-    def is_small(x: Tensor | None) -> bool:
-        return x is not None and not x.is_meta and x.numel() <= 2**16
-
-    return {name: (x, x.clone() if is_small(x) else None) for name, x in buffers.items()}
 
 
 def _eagerly() -> Any:
