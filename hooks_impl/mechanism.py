@@ -141,11 +141,14 @@ def _attention(
     scope: ScopeState, site: AttentionSite, _: nn.Module, args: tuple[Any, ...], *rest: Any
 ) -> Any:
     """Called after an attention module's forward; prunes the layer that it has filled."""
-    forward = current.forward
+    *kwargs, output = rest
+    if not kwargs:  # see `Hook`
+        return None
+    forward, given = current.forward, Arguments(args, kwargs[0], site.signature.parameters)
+    if forward is None:
+        scope.note_outside(given)
     if forward is None or scope not in forward.acting:
         return None
-    kwargs, output = rest
-    given = Arguments(args, kwargs, site.signature.parameters)
     query = _query(forward, site) if scope.traits.reads_queries else None
     press: Any = scope.press
     return press.after_attention(scope, AttentionPass(forward, site, given, output, query))

@@ -114,10 +114,11 @@ def _attention(
     **kwargs: Any,
 ) -> Any:
     """Called instead of an attention module's forward; prunes the layer that it has filled."""
-    forward = current.forward
+    forward, given = current.forward, Arguments(args, kwargs, site.signature.parameters)
+    if forward is None:
+        scope.note_outside(given)
     if forward is None or not (forward.helps or scope in forward.acting):
         return call_next(*args, **kwargs)
-    given = Arguments(args, kwargs, site.signature.parameters)
     given = entry.before_attention(forward, site, given)
     if scope not in forward.acting:
         return call_next(*given.args, **given.kwargs)

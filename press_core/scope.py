@@ -18,7 +18,7 @@ from press_core.cache.caches import known
 from press_core.cache.memory import Key, Memory
 from press_core.cache.pruned import PrunedLayer
 from press_core.errors import ScopeError
-from press_core.forward import Forward
+from press_core.forward import Arguments, Forward, current
 from press_core.model.decoder import decoder_of, uncompiled
 from press_core.model.sites import AttentionSite
 from press_core.on_layers import OnLayers, Removable, removed
@@ -144,6 +144,12 @@ class ScopeState:
         """Register `removable` to be removed when the scope closes."""
         self.installed.append(removable)
 
+    def note_outside(self, given: Arguments) -> None:
+        """Note a forward of an attention module that is part of no forward of the decoder."""
+        if torch.compiler.is_compiling() or self.tally.n_forwards or current.left_out:
+            return
+        self.tally.ran_outside |= given.cache is not None
+
     # ---- closing ---------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -188,7 +194,8 @@ class ScopeState:
             if self.model is None:  # already taken off
                 return
             try:
-                checks = *self.warnings, self._opened_too_late  # one reads what is installed
+                # One reads what is installed.
+                checks = *self.warnings, self._opened_too_late, self._saw_layers_only
                 found = [text for check in checks if (text := check())]
             finally:
                 self.warnings = []
@@ -207,6 +214,15 @@ class ScopeState:
     def _forget(self) -> None:
         self.installed, self.sites, self.bystanders = [], [], []
         self.model, self.decoder, self.known = None, None, {}
+
+    def _saw_layers_only(self) -> str | None:
+        """A warning if layers were filled, but no forward of the decoder began in the scope."""
+        if self.tally.n_forwards or not self.tally.ran_outside:
+            return None
+        return (
+            " evicted nothing: attention modules ran, but no forward of the decoder began inside "
+            "the scope; call the model, not its layers one by one, nor `forward` of its decoder"
+        )
 
     def _opened_too_late(self) -> str | None:
         """A warning if the scope evicted nothing because it was opened after the prefill."""

@@ -18,6 +18,7 @@ class Tally:
         longest_whole: length of the longest layer that was filled before the scope opened, and not
             pruned.
         missed: depths of attention modules whose forward bypassed the scope, unlike other ones.
+        ran_outside: whether some filled a cache outside of the forwards of the decoder.
         has_lost: whether a patch on some of them was replaced by another library.
     """
 
@@ -29,6 +30,7 @@ class Tally:
     n_contexts: int = 0
     longest_whole: int = 0
     missed: set[int] = field(default_factory=set)
+    ran_outside: bool = False
     has_lost: bool = False
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:

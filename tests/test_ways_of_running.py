@@ -8,9 +8,11 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+import patch_impl
 from attention_patch import headwise
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
+from press_core.forward import with_cache
 from tests.presses import PIPELINE_PRESSES, listed
 from tests.support import (
     GREEDY,
@@ -323,6 +325,27 @@ def test_a_scope_with_nothing_to_do_says_nothing(package, run):
     with press(model):
         if run == "no ratio":
             filled(model, None, token_ids(1, 1), cache)
+
+
+@both
+@pytest.mark.parametrize("way", ["layers", "forward of the decoder"])
+def test_a_scope_that_saw_layers_only_says_so(package, way):
+    """A patch is the decoder's `forward`, so that it sees such a call; a hook does not."""
+    model, ids = make(), token_ids(1, LENGTH)
+    cache, decoder = DynamicCache(config=model.config), model.model
+    handle = package.KnormPress(0.5).register(model)
+    if way == "layers":
+        states = decoder.embed_tokens(ids)
+        rotary = decoder.rotary_emb(states, torch.arange(LENGTH)[None])
+        for layer in decoder.layers:
+            given = with_cache(layer, cache)
+            states = layer(states, attention_mask=None, position_embeddings=rotary, **given)
+    else:
+        decoder.forward(ids, **with_cache(decoder, cache))
+    is_seen = package is patch_impl and way != "layers"
+    assert kept_lengths(cache)[0].tolist() == [[LENGTH // (1 + is_seen)] * 2]
+    with nullcontext() if is_seen else pytest.warns(RuntimeWarning, match="evicted nothing.*began"):
+        handle.remove()
 
 
 # ---- turns ---------------------------------------------------------------------------------------

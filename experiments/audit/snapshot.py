@@ -1,7 +1,7 @@
 """Snapshots of everything that a mechanism could change.
 
 A snapshot holds references to objects, not their ids, so that no object is freed and its id reused.
-Configurations, settings and weights are recorded by value, because they change in place.
+Configurations, settings and tensors are recorded by value, because they change in place.
 """
 
 import builtins
@@ -110,11 +110,7 @@ def _instances(model: nn.Module) -> Entries:
                     yield from _config(_joined(owner, name), value)
             elif name in _TABLES:
                 for entry, item in list(value.items()):
-                    place = Place(INSTANCE, _TABLES[name], owner, entry)
-                    if isinstance(item, Tensor):
-                        yield from _tensor(place, item)
-                    else:
-                        yield place, item
+                    yield from _nested(Place(INSTANCE, _TABLES[name], owner, entry), item, 0)
             else:
                 yield from _nested(Place(INSTANCE, _kind(name), owner, name), value)
 
@@ -266,7 +262,10 @@ def call_places(frame: FrameType | None, end: CodeType) -> Snapshot:
 
 
 def _nested(place: Place, value: Any, depth: int = 3) -> Entries:
-    """A value, the items of a container, and the code object of a function."""
+    """A value, the items of a container, a tensor's content, the code object of a function."""
+    if isinstance(value, Tensor):
+        yield from _tensor(place, value)
+        return
     if isinstance(value, (set, frozenset)):
         yield place, repr(sorted(map(repr, value)))
         return

@@ -308,6 +308,12 @@ def test_what_is_exchanged_counts_once(model, monkeypatch):
     assert named(result.left) == [("changed", "q_proj"), ("changed", "rotate_half")]
 
 
+def test_tensors_that_are_neither_parameters_nor_buffers_are_recorded_by_value(model):
+    scales = attention(model).scales = [torch.ones(2)]
+    result = audit(lambda: scales[0].mul_(2), model, no_run)
+    assert named(result.left) == [("changed", "scales[0]")]
+
+
 def test_a_module_that_is_used_twice_is_seen_under_both_names(model):
     model.model.layers[1].self_attn = attention(model)
     result = audit(lambda: setattr(attention(model), "note", 1), model)
