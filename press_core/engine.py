@@ -8,7 +8,7 @@ from torch import Tensor, autocast
 
 from press_core import running
 from press_core.cache.caches import known
-from press_core.cache.masks import for_full_attention, visible_tokens
+from press_core.cache.masks import visible_tokens
 from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_seen
 from press_core.cache.pruned import PrunedLayer
@@ -17,7 +17,7 @@ from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
-from press_core.forward import Arguments, Forward
+from press_core.forward import Forward
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
@@ -179,13 +179,11 @@ def _decoding_step(
     return call.replace(at=replace(call.at, rotary=rotary)), occupied
 
 
-def prune_before(
-    scope: ScopeState, forward: Forward, given: Arguments, site: AttentionSite
-) -> None:
+def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: AttentionSite) -> None:
     """Prune a layer before a forward of the decoder, by its keys and values only.
 
     Args:
-        given: the decoder's arguments, with a mask that ends at the last token.
+        mask: the decoder's mask for full attention, up to the last token.
     """
     layer = known(forward.cache, site.layer_idx)
     require_readable(layer, site)
@@ -194,14 +192,12 @@ def prune_before(
     if says and not press.acts_on(layer.n_slots):
         return
     keys, values = (x.to(layer.device) for x in layer.states())
-    mask, ids = (given.get(name) for name in ("attention_mask", "position_ids"))
-    mask = for_full_attention(mask)
     occupied = occupied_slots(mask, layer, n, n_held=0)
-    last, rotary = first_position(ids, mask, layer, n) - 1, None
+    ids, rotary = forward.given.get("position_ids"), None
     # Padding between turns takes no positions, and cannot be told from others once it is evicted.
     between = occupied is not None and bool((occupied[:, 1:] < occupied[:, :-1]).any())
     if press.needs & Needs.ROPE or between or layer.kept.rotary is not None:
-        rotary = rotary_positions(layer, site, occupied, last)
+        rotary = rotary_positions(layer, site, occupied, first_position(ids, mask, layer, n) - 1)
     call = AttentionCall(
         site,
         keys.new_empty(len(keys), 0, 0),

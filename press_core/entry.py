@@ -32,11 +32,11 @@ from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.reading import (
     HIDDEN_CONTEXT,
+    filled_mask,
     helped,
     is_built_for_slots,
     needs_help,
     with_counted_columns,
-    with_filled_columns,
     with_newest_columns,
 )
 from press_core.cache.slots import need_masks_beside, note_masked
@@ -119,9 +119,10 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the layout of the input is not supported.
     """
-    if not forward.entered and running.is_early_exit():
-        return given
-    if not torch.compiler.is_compiling():  # compiled forwards are not counted
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:  # compiled forwards are not counted
+        if not forward.entered and running.is_early_exit():
+            return given
         forward.frame = forward.frame or _lasting_frame()
         scope.running[forward] = threading.get_ident()
         if not scope.is_open:  # another thread has closed it, maybe without waiting for this one
@@ -140,7 +141,7 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
     forward.given = given.replace(**{MASK: own}) if is_made else given
     if scope.traits.phases & Phase.BEFORE_DECODER:
         forward.given = scope.press.before_decoder(scope, forward)
-    for handle in running.ENTERED:
+    for handle in () if is_compiling else running.ENTERED:
         handle(scope, forward)
     if forward.is_context:
         _begin_context(scope, forward)
@@ -256,9 +257,9 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
     is_of_slots = is_built_for_slots(forward)  # asked before the slots change
     first = known(forward.cache, scope.first)
-    n_filled, given = first.n_old + first.n_recent, with_filled_columns(forward, first)
+    n_filled, mask = first.n_old + first.n_recent, filled_mask(forward, first)
     for site in scope.sites:
-        prune_before(scope, forward, given, site)
+        prune_before(scope, forward, mask, site)
     need_masks_beside(forward.cache, scope.sites[0])
     forward.notes.pop((HIDDEN_CONTEXT,), None)  # layers have changed
     if is_of_slots and known(forward.cache, scope.first) is not first:

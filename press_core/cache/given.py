@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 
 
@@ -34,25 +33,34 @@ def _mask_it_builds_from() -> Tensor | None:
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-def check_mask(kept: Kept, n_seen: int, count: int, n_new: int) -> None:
-    """Raise if a 2-d mask hides tokens seen before pruning, or if the model takes wrong columns.
+def check_sizes(layer: Any, n_new: int, alone: bool) -> None:
+    """Raise if the mask or the tokens of a caller do not fit the sizes that the model asks for.
 
     Args:
-        n_seen: tokens that the layer has seen.
-        count: the same as the model counts them; less after rerotation.
         n_new: tokens of this forward.
+        alone: whether nothing helps to read the layer.
 
     Raises:
         UnsupportedInputError: if so.
     """
-    mask = _mask_it_builds_from()
-    if mask is None:
-        return
-    n_columns = count + n_new
-    if count != n_seen:
-        _check_columns(mask, n_columns)
-    hides = count == n_seen <= mask.shape[1] - n_new and not bool(mask[:, : kept.n_seen].all())
-    if hides and not kept.is_padded:
+    mask, n_seen, count = _mask_it_builds_from(), layer.n_seen, layer.get_seq_length()
+    if alone and mask is not None:
+        _check_mask(mask, layer, count, n_new)
+    fits = mask is None or mask.shape[1] in (n_seen + n_new, count + n_new)
+    if n_new > 1 or count != n_seen or not fits:  # decode steps do not search the whole stack
+        _check_tokens(n_seen, count, n_new, None if mask is None or fits else mask.shape[1])
+
+
+def _check_mask(mask: Tensor, layer: Any, count: int, n_new: int) -> None:
+    """Raise if a 2-d mask hides tokens seen before pruning, or if the model takes wrong columns.
+
+    Args:
+        count: tokens that the layer has seen, as the model counts them; less after rerotation.
+    """
+    kept, n_before = layer.kept, mask.shape[1] - n_new
+    if count != layer.n_seen:
+        _check_columns(mask, count + n_new)
+    elif n_before >= count and not kept.is_padded and not bool(mask[:, : kept.n_seen].all()):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {kept.n_seen} tokens before the pruning, and "
             "the model does not know which keys they became; keep the scope of the press open, or "
@@ -71,43 +79,15 @@ def _check_columns(mask: Tensor, n_columns: int) -> None:
         )
 
 
-def check_positions(count: int, n_new: int) -> None:
-    """Raise if the caller's positions count tokens that a layer does not, after rerotation.
-
-    `generate` takes them from the mask.
-
-    Args:
-        count, n_new: see `check_mask`.
-
-    Raises:
-        UnsupportedInputError: if so.
-    """
-    ids, n_columns = _of_caller("position_ids", sys._getframe(1)), count + n_new
-    if isinstance(ids, Tensor) and int(ids.max()) >= n_columns:
-        raise UnsupportedInputError(
-            f"position_ids up to {int(ids.max())} count evicted tokens, but the keys of this cache "
-            f"were rotated to other positions, and new tokens continue at {count}; keep the scope "
-            "of the press open, pass position_ids that begin there, or give generate the last "
-            f"{n_columns} tokens and columns of attention_mask"
-        )
-
-
-def check_tokens(n_seen: int, count: int, n_new: int) -> None:
+def _check_tokens(n_seen: int, count: int, n_new: int, n_cut: int | None) -> None:
     """Raise if `generate` would take tokens for new that the layer may have seen.
 
     Args:
-        n_seen, count, n_new: see `check_mask`.
-
-    Raises:
-        UnsupportedInputError: if so.
+        n_cut: columns of the mask, if they do not fit.
     """
-    mask = _mask_it_builds_from()
-    fits = mask is None or mask.shape[1] in (n_seen + n_new, count + n_new)
-    if n_new == 1 and count == n_seen and fits:  # decode steps do not search the whole stack
-        return
     frame = innermost_frame("transformers.generation.utils", ("_prefill", "_assisted_decoding"))
     if frame is not None and frame.f_code.co_name == "_assisted_decoding":
-        _check_cut(frame, n_seen, count, n_new, None if mask is None or fits else mask.shape[1])
+        _check_cut(frame, n_seen, count, n_new, n_cut)
         return
     if count == n_seen or frame is None:
         return
@@ -118,21 +98,20 @@ def check_tokens(n_seen: int, count: int, n_new: int) -> None:
     if known["generation_config"].prefill_chunk_size and isinstance(of_all, Tensor):
         _check_columns(of_all, count + given)  # chunks get the first columns of it
     # transformers 5.2 always cuts the input; later releases cut embeddings, and all token ids.
-    if not (known.get("next_sequence_length", True) or known.get("use_inputs_embeds")):
-        return
-    _check_all(given, n_seen, count)
+    if known.get("next_sequence_length", True) or known.get("use_inputs_embeds"):
+        _check_all(given, n_seen, count)
 
 
 def _check_all(given: int, n_seen: int, count: int) -> None:
     """Raise where `generate` may have been given all tokens, of which it skips too few."""
-    if given <= n_seen:
-        return
-    raise UnsupportedInputError(
-        f"generate was given {given} tokens and skips as many as the cache counts: {count}; the "
-        f"cache has seen {n_seen}, but its keys were rotated to other positions. First run the new "
-        "tokens except the last, model(new[:, :-1], past_key_values=cache), then give generate "
-        f"all tokens but the first {n_seen - count}, and as many columns of the attention_mask"
-    )
+    if given > n_seen:
+        raise UnsupportedInputError(
+            f"generate was given {given} tokens and skips as many as the cache counts: {count}; "
+            f"the cache has seen {n_seen}, but its keys were rotated to other positions. First run "
+            "the new tokens except the last, model(new[:, :-1], past_key_values=cache), then give "
+            f"generate all tokens but the first {n_seen - count}, and as many columns of the "
+            "attention_mask"
+        )
 
 
 def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int, n_cut: int | None) -> None:
@@ -140,9 +119,6 @@ def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int, n_cut: int
 
     It cuts a mask to the tokens that it was given: transformers 5.2 wants all of them, and runs the
     new ones. Later releases run all that they are given, and since 5.18 drop a mask of ones.
-
-    Args:
-        n_cut: columns of the mask, if they do not fit.
     """
     if n_cut is not None:
         raise UnsupportedInputError(
@@ -165,23 +141,36 @@ def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int, n_cut: int
         _check_all(given, n_seen, count)
 
 
-def check_mask_in_use(n_seen: int, n_slots: int, n_new: int) -> None:
-    """Raise if the caller's 4-d mask has a column per token seen, and fewer slots are stored.
+def check_arguments(layer: Any, n_new: int) -> None:
+    """Raise if positions or a 4-d mask count tokens that a layer does not have.
+
+    `generate` takes positions from the mask, which counts evicted tokens; after rerotation, the
+    layer does not.
 
     Raises:
         UnsupportedInputError: if so.
     """
-    mask = _of_caller("attention_mask", sys._getframe(1))
-    if (
-        isinstance(mask, Tensor)
-        and mask.dim() == 4
-        and mask.shape[-1] == n_seen + n_new != (n_slots + n_new)
-    ):
+    caller, ids, n_counted = sys._getframe(1), None, 0
+    if layer.is_rerotated:
+        ids = _of_caller("position_ids", caller)
+        n_counted = int(layer.get_seq_length()) + n_new
+    if isinstance(ids, Tensor) and int(ids.max()) >= n_counted:
+        raise UnsupportedInputError(
+            f"position_ids up to {int(ids.max())} count evicted tokens, but the keys of this cache "
+            f"were rotated to other positions, and new tokens continue at {n_counted - n_new}; "
+            "keep the scope of the press open, pass position_ids that begin there, or give "
+            f"generate the last {n_counted} tokens and columns of attention_mask"
+        )
+    mask = None if layer.has_sized_mask else _of_caller("attention_mask", caller)
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return
+    n_columns, n_keys = layer.n_seen + n_new, layer.n_slots + n_new
+    if mask.shape[-1] == n_columns != n_keys:
         raise UnsupportedInputError(
             f"an attention_mask of shape {tuple(mask.shape)} has a column for each of the "
-            f"{n_seen + n_new} tokens, and {n_slots + n_new} keys are stored; keep the scope of "
-            "the press open, read the cache inside `with attention_patch.headwise(model): ...`, or "
-            "pass a mask of two dimensions"
+            f"{n_columns} tokens, and {n_keys} keys are stored; keep the scope of the press open, "
+            "read the cache inside `with attention_patch.headwise(model): ...`, or pass a mask of "
+            "two dimensions"
         )
 
 

@@ -21,6 +21,12 @@ def is_visible(mask: Tensor) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2
 
 
+def hides(mask: Any) -> bool:
+    """Whether a 2-d mask hides any token; in graphs, where values are not known: no."""
+    is_known = isinstance(mask, Tensor) and mask.dim() == 2 and not torch.compiler.is_compiling()
+    return is_known and not bool(mask.all())
+
+
 def assert_whole(mask: Tensor, n: Any) -> None:
     """Let a compiled forward fail if a 2-d mask hides any of its first `n` tokens.
 
@@ -193,10 +199,10 @@ def bidirectional_mask(mask: Any, n: int) -> Tensor | None:
 
 
 def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
-    """`(B,)` bool: whether a token does not see an earlier one, or a padding token sees itself.
+    """`(B,)` bool: whether a token does not see exactly the tokens before it and itself.
 
-    Padding sees nothing; in packed sequences, where earlier tokens are hidden, every token sees
-    itself.
+    Padding sees nothing. Later tokens are not checked: image tokens may see them. In packed
+    sequences, where earlier tokens are hidden, every token sees itself.
 
     Args:
         tokens: which tokens are not left padding, `(B, n)` bool.
@@ -209,9 +215,8 @@ def _is_not_causal(mask: Any, tokens: Tensor) -> Tensor:
     if mask.dim() == 2:
         return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     visible = is_visible(one_for_all_heads(mask)[:, 0, -n:, -n:])
-    packed = visible.diagonal(dim1=-2, dim2=-1) & ~tokens
-    missed = ~visible & causal(n, n, visible.device) & tokens[:, None] & tokens[:, :, None]
-    return packed.any(dim=-1) | missed.flatten(1).any(dim=-1)
+    expected = tokens[:, None] & tokens[:, :, None]
+    return ((visible != expected) & causal(n, n, visible.device)).flatten(1).any(dim=-1)
 
 
 def _sees(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:

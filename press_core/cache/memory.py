@@ -118,10 +118,6 @@ class Memory:
     def without_last(self, n: int) -> Memory:
         """The memory after the last `n` tokens were removed, counted as one forward each."""
         ticks, all_ticks = (max(FIRST, x - n) for x in (self.ticks, self.all_ticks))
-        steps = self.steps
-        while n and steps:
-            *before, last = steps
-            left = [last.first(last.n - n)] if last.n > n else []
-            n, steps = max(0, n - last.n), (*before, *left)
-        n_known = sum([step.n for step in steps])
+        n_known = max(0, self.n_known - n)
+        steps = (Step(self.n_known, self.last()).first(n_known),) if n_known else ()
         return replace(self, ticks=ticks, all_ticks=all_ticks, steps=steps, n_known=n_known)

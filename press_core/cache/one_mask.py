@@ -47,8 +47,8 @@ def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[Pruned
     mask = forward.given.get("attention_mask")
     spread = site.attn_implementation == "eager" and site.signature.hands_on
     spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
-    sees_all = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all()))
-    return spread and forward.n_tokens == 1 and sees_all
+    is_2d = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+    return spread and forward.n_tokens == 1 and is_2d and not masks.hides(mask)
 
 
 def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None:

@@ -311,12 +311,8 @@ class PrunedLayer(DynamicLayer):
         harmless = ReadingNeeds.MASK_OF_MANY if is_unmasked else ReadingNeeds.NOTHING
         if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
             raise ScopeError(self.unreadable)
-        alone = forward is None and not torch.compiler.is_compiling()
-        if self.is_first and self.is_rerotated and alone:
-            given.check_positions(int(self.get_seq_length()), n_new)
-        sized = helped or self.has_sized_mask or torch.compiler.is_compiling()
-        if self.is_first and self.is_pruned and not sized:
-            given.check_mask_in_use(self.n_seen, self.n_slots, n_new)
+        if self.is_first and self.is_pruned and not (helped or torch.compiler.is_compiling()):
+            given.check_arguments(self, n_new)
         self.has_sized_mask = False
 
     def get_seq_length(self) -> Any:
@@ -328,10 +324,8 @@ class PrunedLayer(DynamicLayer):
         self.has_sized_mask = True
         forward = current.forward
         if self.is_pruned and not torch.compiler.is_compiling():
-            count = self.get_seq_length()
-            if forward is None and not self.needs & ReadingNeeds.ATTENTION:
-                given.check_mask(self.kept, self.n_seen, count, query_length)
-            given.check_tokens(self.n_seen, count, query_length)
+            alone = forward is None and not self.needs & ReadingNeeds.ATTENTION
+            given.check_sizes(self, query_length, alone)
         if forward is not None and forward.reading is OneMask.OF_ONE_COLUMN:
             return 1, self.n_seen
         return self.columns(query_length), self.kept.n_seen - self.kept.shift - self.n_old

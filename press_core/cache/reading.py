@@ -1,6 +1,5 @@
 """Reading pruned layers: the masks and positions that a forward over them needs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,18 +27,18 @@ def needs_help(forward: Forward, layers: list[PrunedLayer]) -> bool:
     """
     mask = forward.given.get("attention_mask")
     needs = [layer.needs for layer in layers if layer.needs is not ReadingNeeds.NOTHING]
-    rerotated = [layer for layer in layers if layer.kept.following is not None]
     if any([need is not ReadingNeeds.MASK_OF_MANY for need in needs]):
         return True
     # Up to transformers 5.2 a compiled model also makes a mask for a single token.
     single = forward.n_tokens == 1 and not torch.compiler.is_compiling()
-    single = single and not (needs and _masks_one(forward))
-    if needs and (not single or _hides_recent(mask, layers[0], forward)):
+    if needs and (not single or _masks_one(forward)):
         return True
-    if rerotated:  # the model would count padding; position_ids of a caller count all tokens
-        has_ids = forward.given.get("position_ids") is not None
-        if has_ids or _hides_recent(mask, rerotated[0], forward):
-            return True
+    # The model would count padding after rerotated keys; position_ids of a caller count all tokens.
+    rerotated = any([layer.is_rerotated for layer in layers])
+    if rerotated and forward.given.get("position_ids") is not None:
+        return True
+    if (needs or rerotated) and masks.hides(mask):
+        return True
     if not layers or mask is None:
         return False
     if hidden_context(forward) is not None:
@@ -82,14 +81,6 @@ def is_of_tokens(forward: Forward, layer: PrunedLayer) -> bool:
         return False
     n_tokens = layer.n_seen + forward.n_tokens
     return mask.shape[-1] in (n_tokens, layer.room and layer.get_max_length())
-
-
-def _hides_recent(mask: Any, layer: PrunedLayer, forward: Forward) -> bool:
-    """Whether a 2-d mask hides tokens that were appended after pruning (padding)."""
-    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
-        return False
-    first = min(layer.kept.n_seen, mask.shape[1] - layer.n_recent - forward.n_tokens)
-    return not bool(mask[:, first:].all())
 
 
 def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Arguments:
@@ -165,17 +156,15 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     return seen if bool(hides.any()) else None
 
 
-def with_filled_columns(forward: Forward, first: PrunedLayer) -> Arguments:
-    """The decoder's arguments, with a mask whose last column is that of the last token.
+def filled_mask(forward: Forward, first: PrunedLayer) -> Any:
+    """The decoder's mask for full attention, whose last column is that of the last token.
 
-    It may have more, for slots of `first` that are empty or for later tokens.
+    The decoder may have been given more columns, for empty slots of `first` or for later tokens.
     """
-    n, mask = forward.n_tokens, forward.given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return forward.given.replace(attention_mask=mask[:, : first.n_seen + n])
-    if is_of_tokens(forward, first):
-        return _with_columns(forward, lambda mask: masks.part_of(mask, 0, first.n_seen + n))
-    return _with_columns(forward, lambda mask: filled_columns(mask, first, n))
+    mask, n = masks.for_full_attention(forward.given.get("attention_mask")), forward.n_tokens
+    if isinstance(mask, Tensor) and (mask.dim() == 2 or is_of_tokens(forward, first)):
+        return mask[..., : first.n_seen + n]
+    return filled_columns(mask, first, n)
 
 
 def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
@@ -188,18 +177,13 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
         n_filled: number of slots that were filled then.
     """
     forward.notes[BUILT_FOR_SLOTS] = False
-    n = max([layer.n_recent for layer in pruned_layers(forward.cache)], default=0)
-    part = n_filled - n, n + forward.n_tokens
-    return _with_columns(forward, lambda mask: masks.part_of(mask, *part))
-
-
-def _with_columns(forward: Forward, cut: Callable[[Any], Any]) -> Arguments:
-    """The decoder's arguments, with a mask for full attention that is not of tokens `cut`."""
     given = forward.given.get("attention_mask")
     mask = masks.for_full_attention(given)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return forward.given
-    mask = {**given, "full_attention": cut(mask)} if isinstance(given, dict) else cut(mask)
+    n = max([layer.n_recent for layer in pruned_layers(forward.cache)], default=0)
+    mask = masks.part_of(mask, n_filled - n, n + forward.n_tokens)
+    mask = {**given, "full_attention": mask} if isinstance(given, dict) else mask
     return forward.given.replace(attention_mask=mask)
 
 

@@ -48,8 +48,8 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     if not share_a_mask(layer, first):
         needs |= own_mask(layer, site)
     if layer.is_rerotated:
-        keeps_count = layer.kept.is_padded or site.place.keeps_count
-        if keeps_count or int(cache.get_seq_length()) != int(layer.get_seq_length()):
+        counts_alike = int(cache.get_seq_length()) == int(layer.get_seq_length())
+        if site.place.keeps_count or not counts_alike:
             needs |= ReadingNeeds.MASK
     return needs
 

@@ -63,7 +63,7 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
     _remember(layer, old, decisions, key)
     cache.layers[index] = layer
     layer.is_first = mask_layer(cache) is layer
-    layer.needs |= reading_needs(cache, layer, site)
+    layer.needs = reading_needs(cache, layer, site)
     if stored.keys.device != layer.keys.device:
         layer.offload()
     return layer

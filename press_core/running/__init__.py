@@ -28,7 +28,7 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
     static.require_room,
     quantized.stage,
 )
-"""Called when a forward enters the decoder."""
+"""Called when a forward that is not compiled enters the decoder."""
 
 OBSERVED: tuple[Callable[[ScopeState, AttentionPass, AttentionCall], AttentionCall | None], ...] = (
     chunks.wait,

@@ -99,9 +99,7 @@ def announce(scope: ScopeState, forward: Forward) -> None:
         UnsupportedInputError: if the press requires the context in one forward.
     """
     cache = forward.cache
-    if cache is None or torch.compiler.is_compiling():
-        return
-    if not forward.is_context and cache not in _under_way:
+    if cache is None or not (forward.is_context or cache in _under_way):
         return
     forward.n_remaining = _n_remaining(forward)
     is_chunk = cache in _under_way or forward.n_remaining > 0

@@ -5,7 +5,6 @@ All but the drafts of `is_early_exit`, which scopes leave alone, raise an error 
 
 from types import FrameType
 
-import torch
 from torch._C._functorch import is_batchedtensor
 from transformers.cache_utils import Cache
 
@@ -37,9 +36,7 @@ def refuse_draft_tokens(scope: ScopeState, forward: Forward) -> None:
     """
     decodes = scope.traits.phases & Phase.BEHIND_CONTEXTS
     acts = forward.is_context or (decodes and forward.n_tokens > 1)
-    if torch.compiler.is_compiling() or not acts:
-        return
-    frame = _loop_of(forward)
+    frame = _loop_of(forward) if acts else None
     if frame is None or frame.f_code.co_name != "_assisted_decoding":
         return
     if decodes:
@@ -65,7 +62,7 @@ def refuse_restart(scope: ScopeState, forward: Forward) -> None:
 
     It counts the tokens of the cache for this, which are fewer after rerotation.
     """
-    if forward.cache is not None or torch.compiler.is_compiling():
+    if forward.cache is not None:
         return
     frame = _loop_of(forward)
     given = {} if frame is None else frame.f_locals.get("model_kwargs", {})
@@ -83,8 +80,6 @@ def is_early_exit() -> bool:
 
     Drafts have a cache of their own, and the whole model checks them.
     """
-    if torch.compiler.is_compiling():
-        return False
     frame = innermost_frame("transformers.generation.candidate_generator", ("get_candidates",))
     return frame is not None and hasattr(frame.f_locals["self"], "assistant_early_exit")
 
@@ -92,7 +87,7 @@ def is_early_exit() -> bool:
 def refuse_vmap(scope: ScopeState, forward: Forward) -> None:
     """Raise on the batched tensors of `torch.vmap`, whose values cannot be read."""
     found = [forward.given.get(name) for name in ("input_ids", "inputs_embeds")]
-    if forward.given.get("use_cache") is False or torch.compiler.is_compiling():
+    if forward.given.get("use_cache") is False:
         return
     if any(is_batchedtensor(x) for x in found if x is not None):
         raise UnsupportedInputError(

@@ -77,6 +77,15 @@ def test_a_window_is_no_padding(form):
         prefill_tokens(DENSE[form](seen), LENGTH, 1)
 
 
+@pytest.mark.parametrize("form", ["bool", "float"])
+@pytest.mark.parametrize("query", [1, 3], ids=["padding", "token"])
+def test_padding_that_anything_sees_is_refused(form, query):
+    seen = visible(tokens("..xxxx"))
+    seen[0, 0, query, 0] = True
+    with pytest.raises(UnsupportedInputError, match="row 0"):
+        prefill_tokens(DENSE[form](seen), LENGTH, 1)
+
+
 @pytest.mark.parametrize("function", [prefill_tokens, visible_tokens])
 @pytest.mark.parametrize("form", ["bool", "float"])
 def test_a_mask_that_differs_from_head_to_head_is_refused(form, function):
