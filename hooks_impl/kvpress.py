@@ -282,7 +282,7 @@ def call_of(
     site: Any = module._site if isinstance(module, AttentionView) else UnknownSite(module)
     call = _call_in(passed)
     if call is None:
-        if press.needs & (Needs.QUERIES | Needs.ROPE):
+        if press.all_needs & (Needs.QUERIES | Needs.ROPE):
             observed(passed)
         at = Positions(ids=torch.arange(keys.shape[2], device=keys.device)[None])
         return AttentionCall(site, hidden_states, keys, values, attentions, at=at, kwargs=passed)

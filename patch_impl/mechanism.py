@@ -138,8 +138,7 @@ def _attention(
 def _lost(scope: ScopeState) -> str | None:
     """A warning if another library replaced the patched forwards."""
     patches: list[Any] = [*scope.installed, *scope.on_layers.by_scope.get(scope, [])]
-    known = scope.tally.missed or scope.tally.has_lost
-    if not known and not any(patch.is_lost for patch in patches):
+    if not scope.tally.missed and not any(patch.is_lost for patch in patches):
         return None
     return (
         ": another library replaced or put back what this scope had patched (as accelerate's "

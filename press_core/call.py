@@ -329,8 +329,11 @@ class AttentionCall:
             slots: `(n,)` int64, which of the `S` slots hold tokens in all of these rows; None: all.
         """
         part = self._part(rows, slice(0, self.length) if slots is None else slots)
-        seen = self.when.seen and tuple([self.when.seen[row] for row in rows])
-        return part.replace(when=replace(self.when, seen=seen, batch_rows=tuple(rows)))
+        seen, held = (
+            of_all and tuple([of_all[row] for row in rows])
+            for of_all in (self.when.seen, self.when.held)
+        )
+        return part.replace(when=replace(self.when, seen=seen, held=held, batch_rows=tuple(rows)))
 
     def _part(self, rows: list[int] | None, slots: Tensor | slice) -> AttentionCall:
         """The call restricted to some slots of some rows (None: all rows)."""

@@ -10,7 +10,7 @@ from press_core import running
 from press_core.cache.caches import known
 from press_core.cache.masks import visible_tokens
 from press_core.cache.memory import Memory
-from press_core.cache.positions import first_position, rotary_positions, tokens_seen
+from press_core.cache.positions import first_position, rotary_positions, tokens_held, tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import need_masks_beside, occupied_slots
 from press_core.cache.writing import store
@@ -154,13 +154,15 @@ def _decoding_step(
         occupied = passed.occupied(layer)
         steps = progress.n_steps, progress.n_forwards
         seen = tokens_seen(layer, occupied) if due else None
+        index = passed.site.layer_idx  # asked before the innermost scope prunes the layer
+        held = passed.forward.once(lambda: tokens_held(layer, occupied, n_new), "held", index)
         call = call_of(
             scope,
             passed,
             *layer.states(),
             memory=memory.of_slots(layer.n_slots),
             carried=layer.carried,
-            when=Moment(True, None, *steps, seen, n_recent=layer.n_recent),
+            when=Moment(True, None, *steps, seen, held=held),
         )
     if traits.remembers:
         call = call.replace(memory=remembered(press, call, occupied))
@@ -196,7 +198,7 @@ def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: Attention
     ids, rotary = forward.given.get("position_ids"), None
     # Padding between turns takes no positions, and cannot be told from others once it is evicted.
     between = occupied is not None and bool((occupied[:, 1:] < occupied[:, :-1]).any())
-    if press.needs & Needs.ROPE or between or layer.kept.rotary is not None:
+    if press.all_needs & Needs.ROPE or between or layer.kept.rotary is not None:
         rotary = rotary_positions(layer, site, occupied, first_position(ids, mask, layer, n) - 1)
     call = AttentionCall(
         site,

@@ -261,7 +261,7 @@ def _prune_before(scope: ScopeState, forward: Forward) -> None:
     for site in scope.sites:
         prune_before(scope, forward, mask, site)
     need_masks_beside(forward.cache, scope.sites[0])
-    forward.notes.pop((HIDDEN_CONTEXT,), None)  # layers have changed
+    forward.notes.pop(HIDDEN_CONTEXT, None)  # layers have changed
     if is_of_slots and known(forward.cache, scope.first) is not first:
         forward.given = with_newest_columns(forward, n_filled)
 
@@ -306,8 +306,6 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
     """
     progress, sites = forward.acting.get(scope), scope.sites
     if progress is None or len(progress.depths) == len(sites):
-        return
-    if not progress.depths and not forward.is_context:
         return
     cache = cache_after(forward, output)
     filled = {site.place.depth for site in sites if not is_empty(cache, site.layer_idx)}

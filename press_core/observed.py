@@ -55,7 +55,7 @@ class Moment:
         seen: tokens that the layer was given, evicted ones included, for each of the `B` rows,
             without padding.
         batch_rows: rows of the batch that the call is restricted to; None: all.
-        n_recent: while decoding, tokens that no press has pruned with others yet.
+        held: while decoding, tokens that the layer held before this forward, for each row.
     """
 
     decoding: bool = False
@@ -64,4 +64,4 @@ class Moment:
     n_forwards: int = 0
     seen: tuple[int, ...] | None = None
     batch_rows: tuple[int, ...] | None = None
-    n_recent: int = 0
+    held: tuple[int, ...] | None = None

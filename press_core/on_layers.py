@@ -83,7 +83,6 @@ class OnLayers:
                 self.are_on = self.stay = True
                 return
             for other, installed in self.by_scope.items():
-                other.tally.has_lost |= any(getattr(patch, "is_lost", False) for patch in installed)
                 removed(installed)
                 self.by_scope[other] = []
 

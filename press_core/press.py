@@ -311,12 +311,11 @@ class Press:
         for need in self.site_needs():
             if why := site.refusal(need):
                 raise UnsupportedModelError(f"{name} needs {NEEDS[need]}, and {why}")
-        moves_earlier = self.phases & Phase.BEFORE_DECODING and self.needs & Needs.ROPE
+        moves_earlier = self.phases & Phase.BEFORE_DECODING and self.all_needs & Needs.ROPE
         if moves_earlier and site.rotary_in_3d is not None:
             raise UnsupportedModelError(
                 f"{name} rotates keys of earlier forwards, but {site.name} gives images positions "
-                "in three dimensions, which are not stored; use KeyRerotationPress, which rotates "
-                "keys during the prefill"
+                "in three dimensions, which are not stored; use KeyRerotationPress, in the prefill"
             )
         for part in self.parts:
             part.check_site(site)
@@ -331,6 +330,7 @@ class Press:
             "key norms": self.needs & Needs.KEY_NORMS,
             "rope": self.needs & Needs.ROPE,
             "unrotated keys": self.needs & Needs.UNROTATED_KEYS,
+            "later queries": self.needs & Needs.LATER_QUERIES,
             "heads": self.evicts.needs_attention,
             "attention": self.evicts.needs_attention,
             f"queries by {self.mechanism}": self.needs & Needs.QUERIES,

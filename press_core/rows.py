@@ -30,6 +30,8 @@ def parts_of(
 ) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
     """Split a call into groups of rows: yields their indices, their filled slots and their call.
 
+    While decoding, rows that held different numbers of tokens before are apart as well.
+
     Args:
         occupied: `(B, S)` bool, which slots hold tokens; None: all slots of all rows.
         row_by_row: whether each row is a group; else rows with the same padding are.
@@ -40,9 +42,9 @@ def parts_of(
         return
     occupied = None if occupied is None else occupied.cpu()
     patterns: dict[Any, list[int]] = {}
-    for row in range(batch):
-        pattern = row if occupied is None or row_by_row else tuple(occupied[row].tolist())
-        patterns.setdefault(pattern, []).append(row)
+    for row, held in enumerate(call.when.held or [0] * batch):
+        alike = row if occupied is None or row_by_row else (held, *occupied[row].tolist())
+        patterns.setdefault(alike, []).append(row)
     for rows in patterns.values():
         slots = None if occupied is None else occupied[rows[0]].nonzero().squeeze(1).to(device)
         yield rows, slots, call.of_rows(rows, slots)

@@ -101,7 +101,7 @@ def is_scorer(press: Press) -> bool:
 
 def scores_again(press: Press) -> bool:
     """Whether a press scores tokens, and can score the same tokens again in later forwards."""
-    return is_scorer(press) and not press.needs & Needs.FORWARD
+    return is_scorer(press) and not press.all_needs & Needs.FORWARD
 
 
 SCORER = is_scorer, "a press that scores tokens (a ScorerPress or CriticalKVPress)"

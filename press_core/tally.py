@@ -19,7 +19,6 @@ class Tally:
             pruned.
         missed: depths of attention modules whose forward bypassed the scope, unlike other ones.
         ran_outside: whether some filled a cache outside of the forwards of the decoder.
-        has_lost: whether a patch on some of them was replaced by another library.
     """
 
     n_sites: int = 0
@@ -31,7 +30,6 @@ class Tally:
     longest_whole: int = 0
     missed: set[int] = field(default_factory=set)
     ran_outside: bool = False
-    has_lost: bool = False
 
     def record(self, layer_idx: int, seen: float, kept: float) -> None:
         """Note that a layer was pruned: of `seen` tokens each KV head keeps `kept` on average."""

@@ -30,6 +30,8 @@ class Needs(Flag):
     """Values per token, stored from forward to forward; see `Press.remember`."""
     NEW_POSITIONS = auto()
     """Kept keys rotated to other positions."""
+    LATER_QUERIES = auto()
+    """Queries of tokens to come, expected to be those of the context, rotated on."""
     POSITIONS_ALONE = auto()
     """Positions only: it reads neither keys nor values."""
     SAME_FOR_ALL_HEADS = auto()

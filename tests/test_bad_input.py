@@ -12,6 +12,7 @@ import hooks_impl
 import patch_impl
 from experiments.questions.architectures.decoders import build as build_tiny
 from experiments.questions.architectures.decoders import decoders
+from experiments.testbed.recipes import DELIMITER
 from press_core import (
     HyperparameterError,
     PressError,
@@ -31,6 +32,9 @@ from tests.support import (
     example_for,
     filled,
     held,
+    left_padded,
+    nested,
+    ran,
     table_beside,
     token_ids,
 )
@@ -136,6 +140,16 @@ def test_a_query_that_no_hook_can_find():
     hooks_impl.KnormPress(0.5).register(model).remove()  # needs no queries: nothing is in the way
 
 
+@both
+def test_queries_whose_temperature_is_another_later(package):
+    model = build_tiny(decoders()["ministral3"])
+    for name in ("CapPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress"):
+        press = package.PRESSES[name](0.5)
+        assert_refused(press, model, UnsupportedModelError, "temperature")
+    with pytest.raises(UnsupportedModelError, match="temperature"):
+        package.ExpectedAttentionStatsPress.collect(model, [token_ids(1, 20)])
+
+
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 def test_never_zero(package, name, model):
     press = example_for(package, name, 0.999, model)
@@ -207,6 +221,22 @@ def adapted(model):
 def test_output_projections_without_weights_to_read_are_refused(package, name, change, model):
     press = package.PRESSES[name](package.KnormPress(0.5))
     assert_refused(press, change(model), UnsupportedModelError, "floating-point")
+
+
+@both
+def test_finch_knows_which_column_of_a_padded_batch_is_the_delimiter(package):
+    model, (ids, mask, positions) = build("llama"), left_padded(2, 40, [9, 0])
+    ids[:, -6] = DELIMITER
+    finch = package.FinchPress(0.5, delimiter_token_id=DELIMITER)
+    streaming = package.StreamingLLMDecodingPress(16)
+    given = {"attention_mask": mask, "position_ids": positions}
+    with pytest.raises(UnsupportedInputError, match="outermost"):
+        ran(model, nested(streaming, finch), [ids], **given)
+    with nested(finch, streaming)(model):
+        cache, _ = ran(model, None, [ids], **given)
+        wide = torch.cat((mask, torch.ones_like(mask[:, :4])), dim=1)
+        with pytest.raises(UnsupportedInputError, match=r"44 columns .* one of 41 columns"):
+            ran(model, None, [ids[:, :1]], cache, attention_mask=wide)
 
 
 @both

@@ -227,6 +227,26 @@ def test_padding_in_a_later_turn(package, name, n_padding):
             assert (found[0, -1] - expected[0, -1]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("steps", [[1] * 5, [1, 3, 1, 2, 1]])
+def test_heavy_hitters_of_a_short_row_that_another_scope_leaves_whole(package, steps):
+    """The longer row is pruned beside it, down to as many tokens or to more."""
+    model, (ids, mask, positions) = make(), left_padded(2, 30 + sum(steps), [16, 0])
+    press = nested(package.H2OPress(0.5), package.DecodingPress(package.KnormPress(), 2, 8))
+    ends, found = numpy.cumsum([0, 30, *steps]), []
+    for rows, start in (([0, 1], 0), ([0], 16)):
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            for begin, end in zip([start, *ends[1:]], ends[1:], strict=False):
+                given = {"position_ids": positions[rows, begin:end], "past_key_values": cache}
+                given["attention_mask"] = mask[rows, start:end]
+                logits = model(ids[rows, begin:end], **given).logits[0, -1]
+                found.append((logits, kept_lengths(cache)[0][0].tolist()))
+    n = len(found) // 2
+    for (logits, kept), (expected, alone) in zip(found[:n], found[n:], strict=True):
+        torch.testing.assert_close(logits, expected)
+        assert kept == alone == [7, 7]
+
+
 # ---- endless -------------------------------------------------------------------------------------
 
 

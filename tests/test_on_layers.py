@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from transformers import DynamicCache, OPTConfig, OPTForCausalLM
 
 import hooks_impl
@@ -204,6 +205,36 @@ def test_a_patch_that_was_lost_is_told_of_though_it_has_come_off(model):
         assert lengths(prefilled(model)) == [20] * 3  # they have come back
         with pytest.warns(RuntimeWarning, match="put back"):
             scope.remove()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_hooks_of_accelerate_that_go_once_a_step_was_pruned_take_nothing_away(model):
+    attention = [layer.self_attn for layer in model.model.layers]
+    with patch_impl.DecodingPress(patch_impl.KnormPress(), 2, target_size=20)(model):
+        cache = prefilled(model)
+        for module in attention:
+            add_hook_to_module(module, ModelHook())
+        for n in (41, 20):
+            step(model, cache)
+            assert lengths(cache) == [n] * 3
+        for module in attention:
+            remove_hook_from_module(module)
+        for n in (21, 20, 21):
+            step(model, cache)
+            assert lengths(cache) == [n] * 3
+
+
+@both
+def test_steps_that_pass_by_all_layers_are_not_silent(package, model):
+    scope = package.DecodingPress(package.KnormPress(), 2, target_size=20).register(model)
+    cache = prefilled(model)
+    for layer in model.model.layers:
+        layer.self_attn = copy.deepcopy(layer.self_attn)
+    for n in (41, 42, 43):
+        step(model, cache)
+        assert lengths(cache) == [n] * 3
+    with pytest.warns(RuntimeWarning, match="nothing was pruned there"):
+        scope.remove()
 
 
 def test_a_module_that_was_replaced_meanwhile_is_not_taken_for_the_verified_one(model):

@@ -23,6 +23,7 @@ from press_core import (
     Tokens,
     UnsupportedInputError,
     kept_lengths,
+    prefill,
 )
 from press_core.scoring import Wrapper
 from press_core.select import top_positions
@@ -82,6 +83,27 @@ def test_what_a_wrapper_has_prepared_is_used_by_its_copies_with_other_ratios(pac
         lengths(package.PerLayerCompressionPress(press, [0.2, 0.6]))
         assert seen == {*prepared}
         assert len(prepared) == 1
+
+
+@both
+def test_what_parts_read_counts_where_a_wrapper_says_what_it_adds(package):
+    """Its own class says that it needs nothing more."""
+    own = type("Own", (package.CriticalKVPress,), {"needs": Needs.NOTHING})
+    model, found = build("llama"), []
+    for around in (own, package.CriticalKVPress):
+        press, cache = package.BlockPress(around(package.SnapKVPress(0.5, 4)), 8), DynamicCache()
+        with press(model):
+            prefill(model, token_ids(1, 40), cache, chunk_size=10)
+        found.append(held(cache))
+    assert found[0] == found[1]
+    with pytest.raises(HyperparameterError, match="1 or more for a base_press that reads queries"):
+        package.DecodingPress(own(package.SnapKVPress()), hidden_states_buffer_size=0)
+    with pytest.raises(HyperparameterError, match="score them again later"):
+        package.DecodingPress(own(example_for(package, "KVzapPress", 0.5, model)))
+    moves = type("Moves", (package.ComposedPress,), {"needs": Needs.NOTHING})
+    moved = moves([package.KeyRerotationPress(package.KnormPress(0.5))])
+    with pytest.raises(HyperparameterError, match="without a press that rerotates keys"):
+        package.ComposedPress([moved, package.AdaKVPress(package.KnormPress(0.5))])
 
 
 @both

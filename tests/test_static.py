@@ -195,6 +195,20 @@ def test_a_step_compiles_as_one_graph(package, name, is_static, masked, dynamic)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("no_graphs_after")
+@pytest.mark.parametrize("n_later", [0, 9])
+def test_a_mask_hides_context_tokens_from_all_layers_of_a_compiled_step(package, n_later):
+    """It may have columns for tokens that are to come; layers count tokens one after the other."""
+    model, ids, logits = build("llama"), token_ids(1, 21), []
+    mask = pad((torch.arange(21)[None] > 8).long(), (0, n_later))
+    with package.KnormPress(0.5)(model):
+        for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
+            cache = filled(model, None, ids[:, :20])
+            given = {"attention_mask": mask, "past_key_values": cache, "return_dict": True}
+            logits.append(step(ids[:, 20:], **given).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+
+
 @both
 @pytest.mark.usefixtures("no_graphs_after")
 def test_a_compiled_model_is_pruned_in_chunks_and_after_a_reset(package):

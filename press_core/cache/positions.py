@@ -22,6 +22,16 @@ def tokens_seen(layer: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
     return (layer.n_seen,) * layer.batch if real is None else tuple(real.sum(dim=-1).tolist())
 
 
+def tokens_held(layer: PrunedLayer, occupied: Tensor | None, n_new: int) -> tuple[int, ...]:
+    """How many tokens of each row `layer` holds, apart from those in the last `n_new` slots.
+
+    Args:
+        occupied: `(B, S)` bool, which slots hold tokens; None: all.
+    """
+    n = layer.n_slots - n_new
+    return (n,) * layer.batch if occupied is None else tuple(occupied[:, :n].sum(dim=-1).tolist())
+
+
 def real_tokens(layer: PrunedLayer, occupied: Tensor | None) -> Tensor | None:
     """Which of the tokens that `layer` has seen are not padding, `(B, n_seen)` bool; None: all.
 

@@ -126,7 +126,10 @@ def hidden_context(forward: Forward) -> Tensor | None:
     Returns:
         `(1 or B, 1 or H, 1 or q, n_seen)` bool; None: all except padding.
     """
-    return forward.once(lambda: _hidden_context(forward), HIDDEN_CONTEXT)
+    if HIDDEN_CONTEXT not in forward.notes:  # before any layer gets tokens, by which it counts
+        forward.notes[HIDDEN_CONTEXT] = _hidden_context(forward)
+    found: Tensor | None = forward.notes[HIDDEN_CONTEXT]
+    return found
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:
@@ -140,8 +143,7 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     kept = next(layer.kept for layer in layers if layer.kept.n_seen == latest)
     if mask.dim() == 2:  # with a shift, it is cut to the tokens that the model counts
         n_later = mask.shape[-1] - first.n_seen - forward.n_tokens  # columns for tokens to come
-        of_tokens = n_later == 0 or (n_later > 0 and not torch.compiler.is_compiling())
-        of_tokens = of_tokens and not first.kept.shift
+        of_tokens = n_later >= 0 and not first.kept.shift
     else:
         of_tokens = is_of_tokens(forward, first)
     if not of_tokens:

@@ -153,7 +153,7 @@ class LUKV(Around, BudgetPress, LearnedPress):
                 if n > sink + window and lukv.is_long_enough(n):
                     found.append((call.site, lukv.gains(call.replace(scope=scope), n)))  # noqa: B023
 
-            run(model, [ids], cls.collector(add, reads=lukv.scorer.needs | Needs.QUERIES))
+            run(model, [ids], cls.collector(add, reads=lukv.scorer.all_needs | Needs.QUERIES))
             for text in zip(*(gains for _, gains in found), strict=True):
                 rates = best_rates(torch.stack(text), sink + window)
                 for (site, _), of_layer in zip(found, rates.unbind(dim=1), strict=True):

@@ -97,7 +97,7 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
     stats_folder: str | None = None
     stats: ExpectedAttentionStats | str | Path | None = learned(ExpectedAttentionStats)
 
-    needs = Needs.ROPE
+    needs = Needs.ROPE | Needs.LATER_QUERIES
 
     def validate(self) -> None:
         super().validate()
@@ -137,7 +137,7 @@ class ExpectedAttentionWithStats(ExpectedAttention, LearnedPress):
             HyperparameterError: if `n_sink` is no number of tokens.
         """
         require_whole(0, n_sink=n_sink)
-        collector = partial(cls.collector, reads=Needs.QUERIES | Needs.ROPE)
+        collector = partial(cls.collector, reads=ExpectedAttention.needs)
         mean, second = query_moments(
             collector, model, token_batches, lambda call: call.queries_before_rope()[:, :, n_sink:]
         )

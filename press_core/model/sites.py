@@ -19,6 +19,7 @@ NEEDS = {
     "key norms": "keys of different norms",
     "rope": "rotary position embeddings",
     "unrotated keys": "keys before their rotation",
+    "later queries": "queries that do not depend on positions, but for their rotation",
     "heads": "heads that can keep different numbers of tokens",
     "attention": "an attention function that can be replaced",
     "queries by hooks": "queries that a hook can observe",

@@ -124,7 +124,7 @@ class Block(Wrapper, BudgetPress):
 
     @property
     def phases(self) -> Phase:
-        reads = self.press.needs & (READS | Needs.ROPE)
+        reads = self.press.all_needs & (READS | Needs.ROPE)
         return Phase.PREFILL if reads else Phase.IN_PREFILL
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:

@@ -49,7 +49,7 @@ class Composed(Composition):
         allowed = "ordered so that one that evicts per head, or frees channels, is the last"
         require(self, "presses", not alone, allowed)
         by_head = self.presses[-1].evicts is Evicts.PER_HEAD
-        rotated = any(press.needs & Needs.NEW_POSITIONS for press in self.presses)
+        rotated = any(press.all_needs & Needs.NEW_POSITIONS for press in self.presses)
         allowed = "without a press that rerotates keys, as the last one evicts per head"
         require(self, "presses", not (by_head and rotated), allowed)
 

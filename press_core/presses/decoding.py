@@ -58,9 +58,9 @@ class H2O(Accumulating, RatioPress, BudgetPress):
     def budget(self, call: AttentionCall) -> int:
         if not call.when.decoding or isinstance(self.compression_ratio, Tokens):
             return super().budget(call)
-        # Another scope may have evicted as many already.
-        n_new = min(call.hidden_states.shape[1], call.when.n_recent)
-        return call.length - n_new if self.compression_ratio else call.length
+        held = call.when.held or (call.length,)
+        # Another scope may have evicted more already.
+        return min(call.length, held[0]) if self.compression_ratio else call.length
 
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         recent = trailing(call.keys, n - int(n * (1 - self.recent_ratio)))
@@ -84,7 +84,7 @@ class AtIntervals(Composition):
 
     def validate(self) -> None:
         super().validate()
-        fits = not self.base_press.needs & Needs.QUERIES or self.buffered_tokens >= 1
+        fits = not self.base_press.all_needs & Needs.QUERIES or self.buffered_tokens >= 1
         allowed = "0 or more; 1 or more for a base_press that reads queries"
         require(self, "hidden_states_buffer_size", fits, allowed)
 

@@ -79,7 +79,8 @@ class Finch(RatioPress):
 
         Raises:
             UnsupportedInputError: if a prompt does not hold the delimiter once, before a question,
-                or if the decoder was given embeddings, or a mask that is not 2-d.
+                if the decoder was given embeddings, or a mask that is not 2-d, or if it cannot be
+                told which column of a mask is the delimiter's.
         """
         given, cache = forward.given, forward.cache
         ids = forward.token_ids("Finch looks for its delimiter in the token ids")
@@ -92,6 +93,12 @@ class Finch(RatioPress):
                     "generate a DynamicCache: for a static cache it makes masks of another shape"
                 )
             delimiters = self._delimiters(ids, mask)
+            around = [x for x in forward.entered if x.traits.phases & Phase.BEFORE_DECODING]
+            if around and mask is not None and not bool(mask.all()):
+                raise UnsupportedInputError(
+                    "a scope around Finch's would prune padded rows by masks that still have a "
+                    "column for the delimiter; open the scope of Finch outermost"
+                )
             forward.notes["questions"] = ids.shape[1] - 1 - delimiters
             return _without_delimiter(given, delimiters, 0)
         layers = [x for x in cache.layers if hasattr(x, "get_seq_length")]
@@ -99,6 +106,11 @@ class Finch(RatioPress):
         counted = seen + forward.n_tokens + 1
         ids = given.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2:
+            if mask.shape[1] > counted and not bool(mask[:, : counted - 1].all()):
+                raise UnsupportedInputError(
+                    f"an attention_mask of {mask.shape[1]} columns hides tokens, and Finch cannot "
+                    f"tell its delimiter's; pass one of {counted} columns, none for tokens to come"
+                )
             if mask.shape[1] == counted:
                 # The caller's mask still has a column for the delimiter; drop any visible column.
                 return _without_delimiter(given, mask.int().argmax(dim=-1), seen + 1)

@@ -252,7 +252,7 @@ class ExpectedAttention(RatioScorer):
     use_vnorm: bool = True
     epsilon: float = number(0.0, 0)
 
-    needs = Needs.QUERIES | Needs.ROPE
+    needs = Needs.QUERIES | Needs.ROPE | Needs.LATER_QUERIES
     whole_up_to = ("n_sink",)
 
     def statistics(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -350,7 +350,7 @@ class Cap(RatioScorer):
     n_sink: int = count(4)
     epsilon: float = number(1e-6, 0)
 
-    needs = Needs.QUERIES | Needs.ROPE
+    needs = Needs.QUERIES | Needs.ROPE | Needs.LATER_QUERIES
     whole_up_to = ("n_sink",)
 
     def score(self, call: AttentionCall) -> Tensor:

@@ -147,9 +147,13 @@ def _with_query(name: str, seen: Seen, site: AttentionSite, watch: Watch) -> Att
     if why:
         needs = ("rope",) if ignores_positions() else ("rope", "unrotated keys")
         site = site.refused(f"{name} {why}", *needs)
+    is_same = _is_same_later(seen, watch)
+    if not is_same:
+        why = f"{name} scales queries by their positions (a temperature); use SnapKVPress"
+        site = site.refused(why, "later queries")
     site = replace(site, rotary=rotary)
-    source = next(_query_sources(seen, site), None)
-    if source is not None and _is_same_later(seen, watch):
+    source = next(_query_sources(seen, site), None) if is_same else None
+    if source is not None:
         return replace(site, query_source=source)
     why = (
         f"a hook cannot tell where {name} computes its query: no output of "
