@@ -244,9 +244,8 @@ def test_draft_tokens_behind_turned_keys_are_right_or_refused(package, n):
     ids[:, 40] = ids[:, 10]
     press = package.KeyRerotationPress(package.KnormPress(0.5))
     for given, more in ((ids[:, -21:], {}), (ids[:, -n:], {"assistant_model": model})):
-        cache = DynamicCache(config=model.config)
         with press(model), suppress(UnsupportedInputError):
-            model(ids[:, :40], past_key_values=cache)
+            cache = filled(model, None, ids[:, :40])
             more |= GREEDY | {"max_new_tokens": 8, "past_key_values": cache}
             found.append(model.generate(given, attention_mask=torch.ones_like(given), **more))
     assert all(torch.equal(x[:, -8:], found[0][:, -8:]) for x in found)

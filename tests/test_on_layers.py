@@ -29,19 +29,26 @@ def covered(model):
 
 
 def step(model, cache, n=1):
+    """Which attention modules are `covered` after a forward of `n` tokens."""
     model(token_ids(1, n), past_key_values=cache)
+    return covered(model)
 
 
 def assert_they_stay(model):
     """In each step behind a context."""
     cache = prefilled(model)
     for _ in range(2):
-        step(model, cache)
-        assert covered(model) == ON
+        assert step(model, cache) == ON
 
 
 def lengths(cache):
     return [layer.shape[-1] for layer in kept_positions(cache)]
+
+
+def assert_lengths_after_steps(model, cache, *expected):
+    for n in expected:
+        step(model, cache)
+        assert lengths(cache) == [n] * 3
 
 
 def prefilled(model):
@@ -55,11 +62,9 @@ def test_a_step_in_which_nothing_acts_finds_untouched_layers(package, name, mode
     with press(model):
         assert covered(model) == ON
         cache = prefilled(model)
-        step(model, cache)
-        assert covered(model) == OFF
+        assert step(model, cache) == OFF
         again = prefilled(model)
-        step(model, cache)
-        assert covered(model) == OFF
+        assert step(model, cache) == OFF
     assert lengths(again) == [20] * 3
 
 
@@ -68,8 +73,7 @@ def test_steps_that_a_press_prunes_before_find_untouched_layers(package, model):
     with package.StreamingLLMDecodingPress(max_capacity=16)(model):
         cache = prefilled(model)
         for _ in range(2):
-            step(model, cache)
-            assert covered(model) == OFF
+            assert step(model, cache) == OFF
     assert lengths(cache) == [17] * 3
 
 
@@ -131,8 +135,7 @@ def test_steps_are_observed_when_their_tokens_may_be_asked_for(package, model):
     with press(model):
         cache = prefilled(model)
         for _ in range(12):
-            step(model, cache)
-            seen.append(covered(model) == ON)
+            seen.append(step(model, cache) == ON)
     assert seen == [False, False, False, True, True, True] * 2
     assert lengths(cache) == [16] * 3
 
@@ -163,10 +166,8 @@ def test_they_stay_for_a_forward_of_another_thread(package, model):
     with package.KnormPress(compression_ratio=0.5)(model):
         cache = prefilled(model)
         with running(model, index=0) as other:
-            step(model, cache)
-            assert covered(model) == ON
-        step(model, cache)
-        assert covered(model) == OFF
+            assert step(model, cache) == ON
+        assert step(model, cache) == OFF
     assert lengths(other) == [20] * 3
 
 
@@ -209,19 +210,13 @@ def test_a_patch_that_was_lost_is_told_of_though_it_has_come_off(model):
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_hooks_of_accelerate_that_go_once_a_step_was_pruned_take_nothing_away(model):
-    attention = [layer.self_attn for layer in model.model.layers]
     with patch_impl.DecodingPress(patch_impl.KnormPress(), 2, target_size=20)(model):
         cache = prefilled(model)
-        for module in attention:
-            add_hook_to_module(module, ModelHook())
-        for n in (41, 20):
-            step(model, cache)
-            assert lengths(cache) == [n] * 3
-        for module in attention:
-            remove_hook_from_module(module)
-        for n in (21, 20, 21):
-            step(model, cache)
-            assert lengths(cache) == [n] * 3
+        for layer in model.model.layers:
+            add_hook_to_module(layer.self_attn, ModelHook())
+        assert_lengths_after_steps(model, cache, 41, 20)
+        remove_hook_from_module(model, recurse=True)
+        assert_lengths_after_steps(model, cache, 21, 20, 21)
 
 
 @both
@@ -230,9 +225,7 @@ def test_steps_that_pass_by_all_layers_are_not_silent(package, model):
     cache = prefilled(model)
     for layer in model.model.layers:
         layer.self_attn = copy.deepcopy(layer.self_attn)
-    for n in (41, 42, 43):
-        step(model, cache)
-        assert lengths(cache) == [n] * 3
+    assert_lengths_after_steps(model, cache, 41, 42, 43)
     with pytest.warns(RuntimeWarning, match="nothing was pruned there"):
         scope.remove()
 
@@ -279,16 +272,14 @@ def test_an_exported_step_over_layers_of_different_lengths_needs_a_scope(package
 @pytest.mark.usefixtures("no_graphs_after")
 def test_they_stay_where_graphs_were_compiled_around_them(package):
     model = build("llama", num_layers=1)
-    with package.KnormPress(compression_ratio=0.5)(model):
-        fresh = kept_positions(prefilled(model))
+    fresh = kept_positions(filled(model, package.KnormPress(0.5), CONTEXT))
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, backend="eager")
     with package.KnormPress(compression_ratio=0.5)(model):
         for _ in range(2):
             cache = prefilled(model)
             assert all(torch.equal(a, b) for a, b in zip(fresh, kept_positions(cache), strict=True))
-            step(model, cache)
-            assert covered(model) == [True]
+            assert step(model, cache) == [True]
 
 
 @both

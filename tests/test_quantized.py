@@ -171,8 +171,7 @@ def test_both_mechanisms_leave_the_same_bits(backend, nbits, name, model):
 def test_what_is_read_is_pruned_and_written_back(package, backend, nbits, model):
     """By the norms of the keys as they are read, which quantizing has changed."""
     press = package.DecodingPress(package.KnormPress(), 4, 20)
-    cache = quantized(model, backend, nbits)
-    pruned = 0
+    cache, pruned = quantized(model, backend, nbits), 0
     with press(model):
         model(token_ids(2, LENGTH), past_key_values=cache)
         for step in range(1, 13):

@@ -197,13 +197,15 @@ def test_a_step_compiles_as_one_graph(package, name, is_static, masked, dynamic)
 
 @pytest.mark.usefixtures("no_graphs_after")
 @pytest.mark.parametrize("n_later", [0, 9])
-def test_a_mask_hides_context_tokens_from_all_layers_of_a_compiled_step(package, n_later):
-    """It may have columns for tokens that are to come; layers count tokens one after the other."""
-    model, ids, logits = build("llama"), token_ids(1, 21), []
-    mask = pad((torch.arange(21)[None] > 8).long(), (0, n_later))
-    with package.KnormPress(0.5)(model):
+@pytest.mark.parametrize("hidden", [0, 8])
+def test_a_mask_of_a_compiled_step_hides_tokens_from_all_layers(package, hidden, n_later):
+    """It may have columns for tokens to come; where it hides none, keys are rotated as well."""
+    model, ids, logits, press = build("llama"), token_ids(1, 21), [], package.KnormPress(0.5)
+    mask = pad((torch.arange(21)[None] >= hidden).long(), (0, n_later))
+    with (press if hidden else package.KeyRerotationPress(press))(model):
         for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
-            cache = filled(model, None, ids[:, :20])
+            cache = None if hidden else StaticCache(config=model.config, max_cache_len=30)
+            cache = filled(model, None, ids[:, :20], cache)
             given = {"attention_mask": mask, "past_key_values": cache, "return_dict": True}
             logits.append(step(ids[:, 20:], **given).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)

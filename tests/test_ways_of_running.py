@@ -250,8 +250,7 @@ def test_drafts_of_the_first_layers_are_left_alone(package, name):
     model, ids, found = make(), token_ids(1, LENGTH), []
     with example_for(package, name, 0.5, model)(model):
         for more in ({}, {"assistant_early_exit": 1}):
-            cache = DynamicCache()
-            model(ids[:, :-1], past_key_values=cache)
+            cache = filled(model, None, ids[:, :-1])
             given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, **GENERATE}
             found.append(model.generate(ids[:, -1:], **given, **more).tolist())
     assert found[0] == found[1]

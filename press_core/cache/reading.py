@@ -100,7 +100,9 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     layer = rerotated[0]
     if not torch.compiler.is_compiling():
         mask = mask[:, : layer.n_seen + forward.n_tokens]  # without tokens that are to come
-    n_before = mask.shape[1] - forward.n_tokens
+    n_before: Any = layer.kept.n_seen + layer.n_counted
+    most = mask.shape[1] - forward.n_tokens
+    n_before = n_before.clamp(max=most) if isinstance(n_before, Tensor) else min(n_before, most)
     n_removed, n_context = n_before - forward.cache.get_seq_length(), n_before - layer.n_counted
     if torch.compiler.is_compiling() and layer.room is not None:  # both are values of tensors
         if not layer.kept.is_padded:

@@ -151,8 +151,7 @@ def test_adapters_that_are_off_or_on(tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft")
     config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(model_of()), config)
-    with hooks_impl.KnormPress(0.5)(model):
-        cache = model(token_ids(1, 40), use_cache=True).past_key_values
+    cache = filled(model, hooks_impl.KnormPress(0.5), token_ids(1, 40))
     path = save_cache(cache, tmp_path / "a", model)
     load_cache(path, model)
     with model.disable_adapter():
