@@ -293,10 +293,10 @@ def _require(
         return
     allowed = [f"{low}" if low == high else f"{low} to {high}" for low, high in shape]
     kind = "tensor" if dtype is None else f"{dtype} tensor"
-    hint = "; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same" * (len(sizes) == 1)
+    hint = "; `.expand(*call.keys.shape[:2], -1)` gives all KV heads the same"
     raise PressError(
         f"{given_by} {described(given)}; it has to be a {kind} ({', '.join(allowed)}) on "
-        f"{call.keys.device}{hint}"
+        f"{call.keys.device}{hint if len(sizes) == 1 else ''}"
     )
 
 

@@ -191,6 +191,13 @@ class Forward:
             self.notes[known] = key, make()  # keeps the key alive, so that its id is not reused
         return self.notes[known][1]
 
+    def noted(self, name: str, make: Callable[[], T]) -> T:
+        """The note `name`; what `make` returned the first time, compiled or not."""
+        if name not in self.notes:
+            self.notes[name] = make()
+        found: T = self.notes[name]
+        return found
+
     @property
     def runs(self) -> bool:
         """Whether it is still running, in any thread."""

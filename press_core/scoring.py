@@ -1,16 +1,16 @@
-"""Base classes of presses that score tokens and keep the best, that wrap presses, or only watch."""
+"""Base classes of presses that score tokens, have a size or budget, wrap presses, or only watch."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from math import isnan
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from press_core.budget import Amount, n_kept
+from press_core.budget import Amount, Tokens, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import PressError
 from press_core.eviction import Eviction, described, memory_of
@@ -18,6 +18,23 @@ from press_core.fields import limited
 from press_core.press import MeasuredPress, Press, RatioPress
 from press_core.select import is_dense, top_positions
 from press_core.traits import Evicts, Needs, Phase
+
+
+class SizedPress(MeasuredPress):
+    """A press with a field for the number of tokens to keep, instead of a share to evict.
+
+    Attributes:
+        size_field: class attribute; name of that field.
+    """
+
+    size_field: ClassVar[str] = "target_size"
+
+    @property
+    def amount(self) -> Amount:
+        return Tokens(getattr(self, self.size_field))
+
+    def with_budget(self, tokens: int) -> Press:
+        return self.changed(**{self.size_field: tokens})
 
 
 class BudgetPress(Press):

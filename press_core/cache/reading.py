@@ -63,11 +63,12 @@ def is_built_for_slots(forward: Forward) -> bool:
     `generate` asks the cache for its sizes to build one. A caller's own has one for each token, and
     may be as wide. To be asked before the layers run.
     """
-    if BUILT_FOR_SLOTS not in forward.notes:
+
+    def is_built() -> bool:
         pruned, first = pruned_layers(forward.cache), mask_layer(forward.cache)
-        is_built = any([layer is first and layer.has_sized_mask for layer in pruned])
-        forward.notes[BUILT_FOR_SLOTS] = is_built
-    return bool(forward.notes[BUILT_FOR_SLOTS])
+        return any([layer is first and layer.has_sized_mask for layer in pruned])
+
+    return forward.noted(BUILT_FOR_SLOTS, is_built)
 
 
 def is_of_tokens(forward: Forward, layer: PrunedLayer) -> bool:
@@ -128,10 +129,8 @@ def hidden_context(forward: Forward) -> Tensor | None:
     Returns:
         `(1 or B, 1 or H, 1 or q, n_seen)` bool; None: all except padding.
     """
-    if HIDDEN_CONTEXT not in forward.notes:  # before any layer gets tokens, by which it counts
-        forward.notes[HIDDEN_CONTEXT] = _hidden_context(forward)
-    found: Tensor | None = forward.notes[HIDDEN_CONTEXT]
-    return found
+    # Found before any layer gets tokens, by which it counts.
+    return forward.noted(HIDDEN_CONTEXT, lambda: _hidden_context(forward))
 
 
 def _hidden_context(forward: Forward) -> Tensor | None:

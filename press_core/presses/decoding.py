@@ -14,8 +14,14 @@ from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.fields import amount_field, count, limited, require, share
 from press_core.press import Press, RatioPress
-from press_core.presses.positions import SizedPress
-from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, acts_in_prefill_only
+from press_core.scoring import (
+    SCORER_AGAIN,
+    Around,
+    BudgetPress,
+    Composition,
+    SizedPress,
+    acts_in_prefill_only,
+)
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
 

@@ -7,19 +7,18 @@ each KV head evicts, in [0, 1), or the `Tokens` that it keeps.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from press_core.attention import mean_attention
-from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.fields import above, count, limited, share
-from press_core.press import MeasuredPress, Press
-from press_core.scoring import RatioScorer
+from press_core.press import MeasuredPress
+from press_core.scoring import RatioScorer, SizedPress
 from press_core.select import leading, trailing
 from press_core.traits import Needs, Phase
 
@@ -92,23 +91,6 @@ class StreamingLLM(RatioScorer):
         n_sinks = min(self.n_sink, self.budget(call))
         kept = leading(call.keys, n_sinks) | trailing(call.keys, self.budget(call) - n_sinks)
         return kept.float().repeat(*call.keys.shape[:2], 1)
-
-
-class SizedPress(MeasuredPress):
-    """A press with a field for the number of tokens to keep, instead of a share to evict.
-
-    Attributes:
-        size_field: class attribute; name of that field.
-    """
-
-    size_field: ClassVar[str] = "target_size"
-
-    @property
-    def amount(self) -> Amount:
-        return Tokens(getattr(self, self.size_field))
-
-    def with_budget(self, tokens: int) -> Press:
-        return self.changed(**{self.size_field: tokens})
 
 
 @dataclass

@@ -31,7 +31,7 @@ from press_core.model.ranks import ranks_of
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Place
 from press_core.probe import watching
-from press_core.probe.facts import close, site_of
+from press_core.probe.facts import close, probed_site
 
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Any]]] = weakref.WeakKeyDictionary()
 """By model class and `_kind_of`: the sites, with names in place of modules.
@@ -133,7 +133,7 @@ def _probe(model: nn.Module) -> list[AttentionSite]:
                 module, watch, cache = _run(model)
                 step = "what it does with a few tokens is like no other model"
                 attending = [s for s in watch.seen if s.cache_name and s.interface]
-                sites = {seen.name: site_of(seen, watch) for seen in attending}
+                sites = {seen.name: probed_site(seen, watch) for seen in attending}
                 sites = with_eviction_tried(model, module, cache, sites)
                 names = {part: name for name, part in model.named_modules()}
                 found = [site.with_modules(names.__getitem__) for site in sites.values()]

@@ -19,7 +19,7 @@ from press_core.model.sites import AttentionSite, Place, QuerySource, Signature,
 from press_core.probe.watching import Attended, Seen, Watch
 
 
-def site_of(seen: Seen, watch: Watch) -> AttentionSite:
+def probed_site(seen: Seen, watch: Watch) -> AttentionSite:
     """One module as presses see it, and why they cannot use what they may need of it.
 
     Args:
