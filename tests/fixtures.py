@@ -18,7 +18,7 @@ with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):  # hqq, which it imports, 
 import hooks_impl
 import patch_impl
 from press_core.forward import current
-from tests.support import build, snapshot
+from tests.support import build, unchanged
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 
@@ -69,9 +69,8 @@ def model():
 @pytest.fixture
 def left_as_it_was(model):
     """The model of a test, and what is known of the forward that runs."""
-    before = snapshot(model)
-    yield
-    assert snapshot(model) == before
+    with unchanged(model):
+        yield
     assert current.forward is None
 
 

@@ -1,5 +1,7 @@
 """Presses that tests have listed in `presses.yaml`, and tables of single tests."""
 
+import pytest
+
 from tests.support import nested, table_beside
 
 _LISTED = table_beside(__file__, "presses")
@@ -12,6 +14,12 @@ def listed(section):
         return lambda package, **given: eval(text, {**package.PRESSES, "nested": nested, **given})
 
     return {name: maker(text) for name, text in _LISTED[section].items()}
+
+
+def presses_of(section):
+    """A test of each press of a section, by its name: `make_press` is what `listed` has."""
+    makers = listed(section)
+    return pytest.mark.parametrize("make_press", makers.values(), ids=makers)
 
 
 TABLES = table_beside(__file__, "tables")

@@ -1,6 +1,7 @@
 """Everything that a mechanism could touch; imports none of the packages that do."""
 
 import sys
+from contextlib import contextmanager
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -36,6 +37,14 @@ def snapshot(model):
     for name in _GLOBAL_HOOKS:
         state[name] = _identity(getattr(torch.nn.modules.module, name))
     return state
+
+
+@contextmanager
+def unchanged(model):
+    """What is done in the block leaves the model as it was."""
+    before = snapshot(model)
+    yield
+    assert snapshot(model) == before
 
 
 def _identity(value):

@@ -26,6 +26,7 @@ from experiments.testbed.recipes import DELIMITER, fitted_pair, recipe_pair
 from press_core import kept_lengths, kept_positions
 from press_core.forward import Arguments, Forward, current, with_cache
 from tests.snapshot import snapshot as snapshot
+from tests.snapshot import unchanged
 
 PACKAGES = (hooks_impl, patch_impl)
 IS_5_2 = transformers.__version__.startswith("5.2.")
@@ -106,10 +107,8 @@ def example_for(package, name, ratio, model):
 
 def assert_refused(press, model, error, match):
     """A press does not open, says why, and leaves the model as it was."""
-    before = snapshot(model)
-    with pytest.raises(error, match=match):
+    with unchanged(model), pytest.raises(error, match=match):
         press.register(model)
-    assert snapshot(model) == before
 
 
 def context_for(name, length):
@@ -150,9 +149,39 @@ def nested(*presses):
     return opened
 
 
+def in_parts(model, press, padded, bounds, rows=slice(None)):
+    """What `ran` gives of forwards over a padded batch; `padded` is what `left_padded` gives.
+
+    Args:
+        bounds: where the forwards begin, and the last one ends; what stands before is left out.
+        rows: those that are run.
+    """
+    (ids, mask, positions), cache, logits = padded, DynamicCache(config=model.config), []
+    with torch.no_grad(), press(model):
+        for start, end in itertools.pairwise(bounds):
+            inputs = {"attention_mask": mask[rows, bounds[0] : end]}
+            inputs["position_ids"] = positions[rows, start:end]
+            output = model(ids[rows, start:end], **with_cache(model, cache), **inputs)
+            logits.append(output.logits)
+    return cache, logits
+
+
+class Latest(hooks_impl.BasePress):
+    """Keeps the latest eight tokens and, as a press of kvpress, does not say which those are."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        return keys[:, :, -8:], values[:, :, -8:]
+
+
 def filled(model, press, ids, cache=None, **inputs):
     """The cache that a press leaves of one forward; without a press the whole one."""
     return ran(model, press, [ids], cache, **inputs)[0]
+
+
+def lengths(press, model=None):
+    """How many of 40 tokens each head keeps, by layer."""
+    cache = filled(model or build("llama"), press, token_ids(2, 40))
+    return [layer[0].tolist() for layer in kept_lengths(cache)]
 
 
 def held(cache):

@@ -10,8 +10,6 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import DELIMITER
 from press_core import (
     HyperparameterError,
@@ -22,6 +20,7 @@ from press_core import (
     kept_lengths,
     prefill,
 )
+from tests.decoders import tiny_decoder
 from tests.presses import listed
 from tests.support import (
     PACKAGES,
@@ -117,7 +116,7 @@ def test_a_model_without_attention(package):
 
 @both
 def test_a_model_of_sliding_layers_only(package):
-    model = build_tiny(decoders()["mistral"])
+    model = tiny_decoder("mistral")
     assert_refused(package.KnormPress(0.5), model, UnsupportedModelError, "sliding window")
 
 
@@ -132,7 +131,7 @@ def test_rope_where_there_is_none(package):
 
 def test_a_query_that_no_hook_can_find():
     """The one place where the mechanisms differ in reach: a patch sees the query all the same."""
-    model = build_tiny(decoders()["jetmoe"])  # experts compute its queries
+    model = tiny_decoder("jetmoe")  # experts compute its queries
     hooks, patches = (package.SnapKVPress(0.5, window_size=4) for package in PACKAGES)
     assert_refused(hooks, model, UnsupportedModelError, "patch_impl")
     cache = filled(model, patches, token_ids(1, 40))
@@ -142,7 +141,7 @@ def test_a_query_that_no_hook_can_find():
 
 @both
 def test_queries_whose_temperature_is_another_later(package):
-    model = build_tiny(decoders()["ministral3"])
+    model = tiny_decoder("ministral3")
     for name in ("CapPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress"):
         press = package.PRESSES[name](0.5)
         assert_refused(press, model, UnsupportedModelError, "temperature")

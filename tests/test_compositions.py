@@ -10,16 +10,13 @@ import torch
 import hooks_impl
 from press_core import kept_lengths
 from press_core.learned.measured import HeadScores
-from tests.presses import listed
+from tests.presses import TABLES, listed, presses_of
 from tests.support import both, context_for, example_for, filled, left_padded, make, ran, token_ids
 
 LENGTH, LAYERS, HEADS = 60, 2, 2
 every_press = pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 
-STEPS = {  # until they prune
-    **dict.fromkeys(("CAMPress", "CompressionRatioDecodingPress", "DecodingPress"), 2),
-    **dict.fromkeys(("DMSPress", "H2OPress", "PrefillDecodingPress"), 2),
-}
+STEPS = TABLES["until_due"]
 EARLIER = {"StreamingLLMDecodingPress": 2}  # prunes before a step, which then adds its token
 
 
@@ -127,15 +124,12 @@ def test_ratios_of_composed_presses_multiply(package):
     assert {int(n) for kept in kept_lengths(cache) for n in kept.flatten()} == {6}
 
 
-RATIOS = listed("ratios")
-
-
 @both
-@pytest.mark.parametrize("name", RATIOS)
-def test_the_ratio_of_a_composition_can_be_set(package, name):
+@presses_of("ratios")
+def test_the_ratio_of_a_composition_can_be_set(package, make_press):
     """Of the press itself; none that it was made of changes."""
     inner, ids = package.KnormPress(0.5), token_ids(1, 50)
-    press, model = RATIOS[name](package, inner=inner), make(num_layers=1)
+    press, model = make_press(package, inner=inner), make(num_layers=1)
     filled(model, press, ids)
     press.compression_ratio = 0.36
     assert press.compression_ratio == pytest.approx(0.36)
@@ -148,10 +142,7 @@ def test_the_ratio_of_a_composition_can_be_set(package, name):
 # ---- taking off, counting, copying ---------------------------------------------------------------
 
 
-PRESSES = {
-    "a press": lambda p: p.KnormPress(0.5),
-    "a composition": lambda p: p.ComposedPress([p.KnormPress(0.5), p.KeyDiffPress(0.2)]),
-}
+PRESSES = listed("copied")
 
 
 @both

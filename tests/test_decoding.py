@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from experiments.questions.architectures.decoders import build, decoders
 from press_core import Needs, kept_lengths
+from tests.decoders import tiny_decoder
 from tests.presses import TABLES, listed
 from tests.slow import Whole
 from tests.support import (
@@ -15,6 +15,7 @@ from tests.support import (
     filled,
     forwards,
     held,
+    in_parts,
     left_padded,
     make,
     nested,
@@ -155,17 +156,10 @@ def test_padding_that_positions_count(package, rerotate):
 def test_a_row_that_begins_with_fewer_tokens_than_sinks(package):
     """What is not known of its sinks yet is found when it is cut."""
     model, press = make(), package.StreamingLLMDecodingPress(12, 4, rerotate=True)
-    ids, mask, positions = left_padded(2, 40, [18, 0])
-    logits = []
-    for rows, start in ((slice(0, 2), 0), (slice(0, 1), 18)):
-        cache = DynamicCache(config=model.config)
-        with press(model):
-            for begin, end in ((start, 20), *((i, i + 1) for i in range(20, 40))):
-                given = {"position_ids": positions[rows, begin:end], "past_key_values": cache}
-                given["attention_mask"] = mask[rows, start:end]
-                output = model(ids[rows, begin:end], **given)
-        logits.append(output.logits[:1])
-    assert (logits[0] - logits[1]).abs().max() < 1e-6
+    padded = left_padded(2, 40, [18, 0])
+    _, (*_, together) = in_parts(model, press, padded, [0, *range(20, 41)])
+    _, (*_, alone) = in_parts(model, press, padded, [18, *range(20, 41)], [0])
+    assert (together[:1] - alone).abs().max() < 1e-6
 
 
 def test_sinks_are_rotated_by_the_frequencies_of_the_window(package):
@@ -339,15 +333,9 @@ def test_only_what_a_press_reads_is_kept_for_it(package, wrapped):
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_read_the_keys_of_a_layer_that_is_pruned(package, name):
     """They get the mask of that layer, which may have been pruned when they read it."""
-    if name not in decoders():
-        pytest.skip(f"the installed transformers has no {name}")
-    model, logits = build(decoders()[name]), []
-    ids, mask, positions = left_padded(2, 31, [0, 3])
+    model, logits = tiny_decoder(name), []
+    press, padded = package.H2OPress(0.5), left_padded(2, 31, [0, 3])
     for rows, first in (([0, 1], 0), ([1], 3)):  # a padded batch, and its second row alone
-        cache = DynamicCache(config=model.config)
-        with package.H2OPress(0.5)(model), torch.no_grad():
-            for start, end in ((first, 30), (30, 31)):
-                given = {"position_ids": positions[rows, start:end], "past_key_values": cache}
-                given["attention_mask"] = mask[rows, first:end]
-                logits.append(model(ids[rows, start:end], **given).logits[-1, -1])
+        _, of_rows = in_parts(model, press, padded, [first, 30, 31], rows)
+        logits += [each[-1, -1] for each in of_rows]
     torch.testing.assert_close(logits[:2], logits[2:], rtol=0, atol=1e-4)

@@ -17,20 +17,14 @@ import hooks_impl
 from attention_patch import headwise
 from experiments.testbed.families import supported_implementations
 from press_core import UnsupportedInputError, attention_sites, kept_positions
-from tests.presses import listed
+from tests.presses import TABLES, listed
 from tests.support import both, build, context_for, example_for, left_padded, nested, token_ids
 
 CONTEXT, TURNS = 60, (5, 1, 3)
 IDS = left_padded(2, CONTEXT + sum(TURNS), [0, 13])[0]
 """Tokens of two rows, of which the second begins with padding."""
-OTHER_STATES = {
-    *("CAMPress", "KeyRerotationPress", "MergingPress", "RestoreKVPress"),
-    *("StreamingLLMDecodingPress", "ThinKPress"),
-}
-"""Presses after which other keys or values are in the cache than the model has computed."""
-JUDGED = [  # FinchPress takes its delimiter out of what the model reads
-    name for name in hooks_impl.PRESSES if name not in {*OTHER_STATES, "FinchPress"}
-]
+NOT_JUDGED = {*TABLES["other_states"], "FinchPress"}
+"""FinchPress takes its delimiter out of what the model reads."""
 
 
 TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4, "flex_attention": 2e-5}
@@ -178,7 +172,7 @@ def ids_for(name):
 
 
 @pytest.mark.parametrize("mask", ["hides context", "other for each query"])
-@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize("name", [x for x in hooks_impl.PRESSES if x not in NOT_JUDGED])
 def test_every_press(name, mask):
     press = example_for(hooks_impl, name, 0.5, build("llama", dtype=torch.float64))
     assert differs(press, ids_for(name), [0], mask) < 1e-9

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from attention_patch import headwise
 from press_core import HyperparameterError, PressError, kept_lengths
+from tests.presses import TABLES
 from tests.slow import Whole
 from tests.support import both, build, filled, forwards, held, left_padded, make, ran, token_ids
 
@@ -144,15 +145,8 @@ def test_new_tokens_are_judged_by_a_score_of_ones_own(package):
     assert int(kept[0].min()) < 36  # of those that came one by one, some are gone
 
 
-COMPARING = (
-    *("KeyDiffPress", "CURPress", "LagKVPress", "LeverageScorePress", "NonCausalAttnPress"),
-    *("CompactorPress", "SnapKVPress", "TOVAPress", "ExpectedAttentionPress"),
-    *("StreamingLLMPress", "ObservedAttentionPress"),
-)
-
-
 @both
-@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("name", TABLES["comparing"])
 def test_one_token_is_not_judged_by_a_comparison(package, name):
     press, refused = getattr(package, name)(), "independently"
     package.DMSPress(press, 0.0)

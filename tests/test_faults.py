@@ -1,5 +1,7 @@
 """What once went wrong without a word: each is right now, or refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -9,7 +11,8 @@ from attention_patch import headwise
 from experiments.testbed.recipes import PROMPTS
 from press_core import Phase, PressError, ScopeError, UnsupportedInputError, kept_lengths
 from press_core.cache.pruned import CROP_TAKES_LENGTH
-from tests.support import both, build, example_for, filled, held, left_padded, token_ids
+from tests.presses import TABLES
+from tests.support import both, build, example_for, filled, held, left_padded, ran, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
 
@@ -109,19 +112,12 @@ def scoring(package, change, ratio=0.5):
     return MyPress(ratio)
 
 
-AROUND = {
-    "alone": (20, lambda p, press: press),
-    "in AdaKV": (20, lambda p, press: p.AdaKVPress(press)),
-    "after another": (15, lambda p, press: p.ComposedPress([p.KnormPress(0.25), press])),
-}
-
-
 @both
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", TABLES["ranked"])
 @pytest.mark.parametrize("wrong", SCORES)
 def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
-    model, (change, said), (n, wrapped) = build("llama"), SCORES[wrong], AROUND[around]
-    press = wrapped(package, scoring(package, change))
+    model, (change, said), (n, text) = build("llama"), SCORES[wrong], TABLES["ranked"][around]
+    press = eval(text, {**package.PRESSES, "press": scoring(package, change)})
     with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said.format(n=n)}"):
         model(token_ids(1, 20))
 
@@ -175,3 +171,56 @@ def test_values_of_zeros_do_not_keep_what_is_to_be_evicted_first(package, name):
 
     cache = filled(model, getattr(package, name)(scoring(package, change, 0.5)), token_ids(1, 20))
     assert held(cache) == [[[list(range(1, 20, 2))] * 2]] * len(cache.layers)
+
+
+# ---- in each other and beside each other ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["KVComposePress", "KVzipPress"])
+def test_a_press_that_decodes_takes_no_part_in_a_replay(package, name):
+    model, ids, found = build("llama"), token_ids(1, 100), []
+    beside = package.StreamingLLMDecodingPress(60)
+    for opens in (nullcontext(), beside(model)):
+        with opens:
+            found.append(held(filled(model, example_for(package, name, 0.5, model), ids)))
+    assert found[0] == found[1]
+    assert beside.compression_count == 0
+
+
+def test_what_another_press_has_evicted_is_not_evicted_once_more(package):
+    model, given = build("llama"), [token_ids(1, n) for n in (40, *[1] * 12)]
+    with package.H2OPress(0.5)(model):
+        cache, _ = ran(model, package.H2OPress(0.5), given)
+    assert kept_lengths(cache)[0].tolist() == [[10, 10]]
+
+
+def test_chunks_are_alone_whatever_attention_returns(package):
+    press, found = package.ChunkPress(package.ObservedAttentionPress(0.5), 16), []
+    for attention in ("sdpa", "eager"):
+        model = build("llama", num_layers=1, attn_implementation=attention)
+        found.append(held(filled(model, press, token_ids(1, 60))))
+    assert found[0] == found[1]
+
+
+def test_a_ratio_that_is_set_in_a_scope_is_told_until_it_was_used(package):
+    model, press = build("llama"), package.AdaKVPress(package.KnormPress(0.5))
+    with press(model):
+        for ratio in (0.5, 0.75):
+            press.compression_ratio = ratio
+            assert press.compression_ratio == ratio
+            model(token_ids(1, 40))
+            assert press.compression_ratio == press.evicted_ratio == pytest.approx(ratio)
+        with pytest.raises(ValueError, match="compression_ratio"):
+            press.compression_ratio = 7
+    assert press.compression_count == 2
+
+
+@pytest.mark.parametrize("name", ["KVzipPress", "DMSPress"])
+def test_a_context_that_loses_nothing_is_decoded_outside_of_scopes(package, name):
+    model = build("llama")
+    press = package.DMSPress(package.KnormPress(), -4.0)  # with a window of 128 tokens
+    if name == "KVzipPress":
+        press = example_for(package, name, 0.5, model).with_budget(1000)
+    cache = filled(model, press, token_ids(1, 16))
+    assert kept_lengths(cache)[0].tolist() == [[16, 16]]
+    model(token_ids(1, 1), past_key_values=cache)

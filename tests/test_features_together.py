@@ -1,8 +1,7 @@
 """Two features at once: what each does alone, they do together, or it is refused."""
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ import hooks_impl
 import patch_impl
 from attention_patch import headwise
 from experiments.loading import load_model
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import DELIMITER
 from press_core import (
     Eviction,
@@ -29,12 +26,15 @@ from press_core import (
 )
 from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
+from tests.decoders import tiny_decoder
+from tests.presses import TABLES
 from tests.support import (
     GREEDY,
     IS_5_2,
+    Latest,
     build,
-    example_for,
     filled,
+    in_parts,
     left_padded,
     nested,
     ran,
@@ -110,86 +110,28 @@ def test_a_mask_that_was_built_for_a_step_is_not_taken_for_a_callers(package):
     torch.testing.assert_close(*logits)
 
 
-# ---- presses in each other and beside each other -------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["KVComposePress", "KVzipPress"])
-def test_a_press_that_decodes_takes_no_part_in_a_replay(package, name):
-    model, ids, found = build("llama"), token_ids(1, 100), []
-    beside = package.StreamingLLMDecodingPress(60)
-    for opens in (nullcontext(), beside(model)):
-        with opens:
-            found.append(filled(model, example_for(package, name, 0.5, model), ids))
-    torch.testing.assert_close(*map(kept_positions, found))
-    assert beside.compression_count == 0
-
-
-def test_what_another_press_has_evicted_is_not_evicted_once_more(package):
-    press = nested(package.H2OPress(0.5), package.H2OPress(0.5))
-    cache, _ = ran(build("llama"), press, [token_ids(1, n) for n in (40, *[1] * 12)])
-    assert kept_lengths(cache)[0].tolist() == [[10, 10]]
-
-
-def test_chunks_are_alone_whatever_attention_returns(package):
-    press, found = package.ChunkPress(package.ObservedAttentionPress(0.5), 16), []
-    for attention in ("sdpa", "eager"):
-        model = build("llama", num_layers=1, attn_implementation=attention)
-        found.append(filled(model, press, token_ids(1, 60)))
-    torch.testing.assert_close(*map(kept_positions, found))
-
-
-def test_a_ratio_that_is_set_in_a_scope_is_told_until_it_was_used(package):
-    model, press = build("llama"), package.AdaKVPress(package.KnormPress(0.5))
-    with press(model):
-        for ratio in (0.5, 0.75):
-            press.compression_ratio = ratio
-            assert press.compression_ratio == ratio
-            model(token_ids(1, 40))
-            assert press.compression_ratio == press.evicted_ratio == pytest.approx(ratio)
-        with pytest.raises(ValueError, match="compression_ratio"):
-            press.compression_ratio = 7
-    assert press.compression_count == 2
-
-
-@pytest.mark.parametrize("name", ["KVzipPress", "DMSPress"])
-def test_a_context_that_loses_nothing_is_decoded_outside_of_scopes(package, name):
-    model = build("llama")
-    press = package.DMSPress(package.KnormPress(), -4.0)  # with a window of 128 tokens
-    if name == "KVzipPress":
-        press = example_for(package, name, 0.5, model).with_budget(1000)
-    cache = filled(model, press, token_ids(1, 16))
-    assert kept_lengths(cache)[0].tolist() == [[16, 16]]
-    model(token_ids(1, 1), past_key_values=cache)
-
-
 # ---- models --------------------------------------------------------------------------------------
 
 after_5_2 = pytest.mark.skipif(IS_5_2, reason="transformers 5.2 caches other states")
 
 
 @after_5_2
-@pytest.mark.parametrize(
-    ("family", "make"),
-    [
-        ("deepseek_v3", lambda p: p.MergingPress(p.StreamingLLMPress(0.5))),
-        ("deepseek_v3", lambda p: p.CriticalKVPress(p.RandomPress(0.5))),
-        ("gptj", lambda p: p.LeverageScorePress(0.5)),
-    ],
-)
-def test_states_that_a_press_cannot_read_are_refused(package, family, make):
+@pytest.mark.parametrize(("family", "text"), TABLES["unreadable"])
+def test_states_that_a_press_cannot_read_are_refused(package, family, text):
+    press = eval(text, dict(package.PRESSES))
     with pytest.raises(UnsupportedModelError, match=r"latents|rotat"):
-        make(package).register(build_tiny(decoders()[family]))
+        press.register(tiny_decoder(family))
 
 
 @after_5_2
 def test_keys_that_no_model_rotates_are_unrotated(package):
     for family in ("ctrl", "gpt2"):
-        package.LeverageScorePress(0.5).register(build_tiny(decoders()[family])).remove()
+        package.LeverageScorePress(0.5).register(tiny_decoder(family)).remove()
 
 
 @after_5_2
 def test_finch_decodes_beside_layers_without_a_length(package):
-    model, ids = build_tiny(decoders()["jamba"]), token_ids(1, 40)
+    model, ids = tiny_decoder("jamba"), token_ids(1, 40)
     ids[:, -8] = DELIMITER
     press = package.FinchPress(0.5, rerotate_keys=False, delimiter_token_id=DELIMITER)
     ran(model, press, [ids, token_ids(1, 1)])
@@ -257,7 +199,7 @@ def test_a_cache_that_generate_leaves_out_is_refused(package):
     scaled = {"original_max_position_embeddings": 28, "short_factor": 8 * [1.0]}
     known = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": 8 * [2.0]} | scaled
     config = {"original_max_position_embeddings": 28, "rope_parameters": known}
-    model = build_tiny(replace(decoders()["phi3"], fields=config))
+    model = tiny_decoder("phi3", fields=config)
     press = package.KeyRerotationPress(package.KnormPress(0.5))
     with press(model), pytest.raises(UnsupportedInputError, match="LongRoPE"):
         model.generate(token_ids(1, 40), max_new_tokens=3, **GREEDY)
@@ -292,20 +234,11 @@ def test_rows_that_are_rerotated_beside_rows_that_are_not():
             eviction = Eviction.keep(call, kept)
             return eviction.rerotated() if call.length > 10 else eviction
 
-    model, (ids, mask, positions) = build("llama"), left_padded(2, 17, (0, 8))
-
-    def decoded(rows, start):
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad(), LongOnly()(model):
-            for part in (slice(start, 16), slice(16, 17)):
-                given = {"attention_mask": mask[rows, start : part.stop]}
-                given["position_ids"] = positions[rows, part]
-                output = model(ids[rows, part], **with_cache(model, cache), **given)
-        return output.logits
-
-    together = decoded([0, 1], 0)
+    model, press, padded = build("llama"), LongOnly(), left_padded(2, 17, (0, 8))
+    together = in_parts(model, press, padded, [0, 16, 17])[1][-1]
     for row, start in ((0, 0), (1, 8)):
-        torch.testing.assert_close(together[[row]], decoded([row], start))
+        alone = in_parts(model, press, padded, [start, 16, 17], [row])[1][-1]
+        torch.testing.assert_close(together[[row]], alone)
 
 
 def test_positions_continue_though_the_last_rerotated_key_is_evicted():
@@ -351,13 +284,8 @@ def test_layers_that_a_later_pruning_makes_unequal(attention, phase, n_steps):
 
 
 def test_a_press_acts_before_a_forward():
-    class Window(hooks_impl.BasePress):
-        phases = Phase.BEFORE_DECODING
-
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[:, :, -8:], values[:, :, -8:]
-
-    cache, _ = ran(build("llama"), Window(), [token_ids(1, 40), *token_ids(2, 1).split(1)])
+    press = type("Window", (Latest,), {"phases": Phase.BEFORE_DECODING})()
+    cache, _ = ran(build("llama"), press, [token_ids(1, 40), *token_ids(2, 1).split(1)])
     assert kept_lengths(cache)[0].tolist() == [[9, 9]]
 
 
@@ -386,7 +314,7 @@ def test_a_cache_that_does_not_slide_where_the_model_does(package):
     "make", [lambda p: p.KnormPress(0.5), lambda p: p.KeyRerotationPress(p.KnormPress(0.5))]
 )
 def test_shared_layers_are_read_alike_by_headwise(package, make):
-    model, press = build_tiny(decoders()["gemma3n_text"]), make(package)
+    model, press = tiny_decoder("gemma3n_text"), make(package)
     ids, mask, positions = left_padded(2, 31, [0, 3])
     context = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
     cache, logits = filled(model, press, ids[:, :30], **context), []
@@ -428,7 +356,7 @@ def test_a_refused_crop_leaves_rerotated_layers_of_unlike_lengths_usable(package
 
 
 def test_chunks_and_replays_begin_at_the_position_that_the_model_counts_from():
-    model, ids = build_tiny(decoders()["roberta"]), token_ids(1, 20)
+    model, ids = tiny_decoder("roberta"), token_ids(1, 20)
     given = {"attention_mask": torch.ones_like(ids)}
     chunked = prefill(model, ids, DynamicCache(config=model.config), 7, **given).logits[:, -1]
     torch.testing.assert_close(chunked, model(ids, **given).logits[:, -1])

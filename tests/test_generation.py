@@ -1,6 +1,7 @@
 """A pruned cache continues as any other: positions, questions, generate, batches with padding."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from transformers import DynamicCache
 
 import hooks_impl
 from attention_patch import headwise
-from press_core import ScopeError, UnsupportedCacheError, cache_nbytes, kept_lengths
-from tests.presses import listed
+from press_core import cache_nbytes, kept_lengths
+from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
+from tests.presses import TABLES, listed
 from tests.support import (
     GREEDY,
     both,
@@ -31,21 +33,10 @@ PADDING = [0, 13, 30]
 
 # ---- every press, and some of presses ------------------------------------------------------------
 
-EXTRA = listed("kinds")
-OPTIONS = {
-    "FastKVzipPress, by layers": ("FastKVzipPress", {"layerwise": True}),
-    "KVComposePress, by head": ("KVComposePress", {"structured": False}),
-    "KVzipPress, by layers": ("KVzipPress", {"layerwise": True}),
-}
+EXTRA, OPTIONS, WAYS = listed("kinds"), TABLES["options"], TABLES["ways"]
 KINDS = [*sorted(hooks_impl.PRESSES), *EXTRA, *OPTIONS]
 DECODES = ("Decoding", "H2O", "CAM", "DMSPress", "EveryTurn", "decoding", "phases", "streaming,")
 """In names of those that act on later tokens."""
-WAYS = (
-    *("SnapKVPress", "AdaKVPress", "PyramidKVPress", "KeyRerotationPress", "channels freed"),
-    *("KVzipPress", "RestoreKVPress", "dms, for the prefill", "DMSPress", "DecodingPress"),
-    *("CAMPress", "EveryTurnPress", "H2OPress", "StreamingLLMDecodingPress"),
-)
-"""A press for each way to hold what is left, and to remember something for later."""
 every_kind = pytest.mark.parametrize("name", KINDS)
 prefilling_ways = pytest.mark.parametrize(
     "name", [name for name in WAYS if not any(word in name for word in DECODES)]
@@ -276,3 +267,82 @@ def test_uneven_rows_need_a_scope(package):
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
     with package.KnormPress(0.5)(model):  # any scope gives the mask that such a cache needs
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+
+
+# ---- uneven questions of a second turn, with a mask of all tokens --------------------------------
+
+QUESTION, UNEVEN = 8, [3, 0]  # and the padding in it
+HALF = LENGTH // 2
+
+
+def rerotated(package):
+    return package.KeyRerotationPress(package.KnormPress(0.5))
+
+
+def of_questions():
+    """Contexts `(2, LENGTH)`, questions, and the mask of all."""
+    mask = torch.ones(2, LENGTH + QUESTION, dtype=torch.long)
+    mask[0, LENGTH : LENGTH + UNEVEN[0]] = 0
+    return token_ids(2, LENGTH), token_ids(2, QUESTION, seed=1), mask
+
+
+def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package):
+    model, press = make(), rerotated(package)
+    context, question, mask = of_questions()
+    cache = filled(model, press, context)
+
+    def asked(**arguments):
+        return model(question, past_key_values=copy.deepcopy(cache), **arguments).logits[:, -1]
+
+    with pytest.raises(UnsupportedInputError, match=rf"attention_mask\[:, -{HALF + QUESTION}:\]"):
+        asked(attention_mask=mask)
+    with pytest.raises(UnsupportedInputError, match=f"continue at {HALF}"):
+        asked(position_ids=torch.arange(LENGTH, LENGTH + QUESTION)[None])
+    chunks = pytest.raises(
+        UnsupportedInputError, match=rf"attention_mask\[:, -{HALF + QUESTION}:\]"
+    )
+    with press(model), chunks:
+        given = {"past_key_values": copy.deepcopy(cache), "prefill_chunk_size": 3}
+        model.generate(question, attention_mask=mask, **given, **GREEDY)
+    assert torch.equal(asked(attention_mask=torch.ones_like(mask)), asked())
+    last = mask[:, -HALF - QUESTION :]
+    positions = (last.cumsum(dim=-1) - 1)[:, -QUESTION:]
+    found = asked(attention_mask=last, position_ids=positions)
+    for scope in (press(model), headwise(model), package.KnormPress(0.5)(model)):
+        with scope:  # each helps with reading
+            torch.testing.assert_close(asked(attention_mask=mask), found, rtol=0, atol=1e-10)
+
+
+@both
+def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
+    model, press = make(), rerotated(package)
+    context, question, mask = of_questions()
+    mask[0, 5] = 0
+    cache = filled(model, press, context)
+    with pytest.raises(UnsupportedInputError, match=rf"hides .*{LENGTH} tokens"):
+        filled(model, press, question, cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_generate_goes_on_from_rerotated_keys(package, inside):
+    """Of all tokens it would take the last of the context for new ones."""
+    model, press = make(), rerotated(package)
+    context, question, mask = of_questions()
+    ids = torch.cat((context, question), dim=1)
+    options = {"max_new_tokens": 4, **GREEDY}
+    cache = filled(model, press, context)
+    with press(model) if inside else nullcontext():
+        for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+            given |= {"attention_mask": mask, "past_key_values": copy.deepcopy(cache)}
+            with pytest.raises(UnsupportedInputError, match=f"first {HALF}"):
+                model.generate(**given, **options)
+        given = {"attention_mask": mask[:, HALF:], "past_key_values": copy.deepcopy(cache)}
+        found = model.generate(ids[:, HALF:], **given, **options)
+    for row, n in enumerate(UNEVEN):
+        alone = copy.deepcopy(cache)
+        alone.batch_select_indices(torch.tensor([row]))
+        token, answer = question[row : row + 1, n:], []
+        for _ in range(4):
+            token = model(token, past_key_values=alone).logits[:, -1:].argmax(dim=-1)
+            answer.append(int(token))
+        assert found[row, -4:].tolist() == answer

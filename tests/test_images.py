@@ -7,19 +7,20 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from experiments.questions.architectures.decoders import build, decoders, image_inputs, with_image
+from experiments.questions.architectures.decoders import image_inputs, with_image
 from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
 from press_core.attention import received_attention
 from press_core.cache.masks import bidirectional_mask
 from press_core.probe import attention_sites
 from press_core.tiles import NUMBERS
+from tests.decoders import tiny_decoder
 from tests.support import GREEDY, both, token_ids
 
 N = 24
 
 
 def tiny(name):
-    return build(decoders()[f"{name} (image)"])
+    return tiny_decoder(f"{name} (image)")
 
 
 def in_3d():

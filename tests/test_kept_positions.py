@@ -8,10 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-import hooks_impl
 from attention_patch import headwise
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from press_core import (
     UnsupportedCacheError,
     UnsupportedModelError,
@@ -22,8 +19,9 @@ from press_core import (
     save_cache,
 )
 from press_core.cache.caches import cache_nbytes, known
+from tests.decoders import tiny_decoder
 from tests.presses import PIPELINE_PRESSES
-from tests.support import build, example_for, filled, left_padded
+from tests.support import Latest, build, example_for, filled, left_padded
 
 LENGTH = 56
 IDS = torch.randperm(125, generator=torch.Generator().manual_seed(0)) + 3  # no token comes twice
@@ -154,7 +152,7 @@ def test_what_caches_do_meanwhile(package, name, tmp_path):
 
 
 def test_an_encoder_decoder_tells_of_its_decoder(package):
-    model = build_tiny(decoders()["bart (seq2seq)"])
+    model = tiny_decoder("bart (seq2seq)")
     with package.SnapKVPress(0.5, window_size=8)(model):
         cache = model(CONTEXT[:, :12], decoder_input_ids=CONTEXT).past_key_values
     assert {layer.keys.shape[2] for layer in cache.cross_attention_cache.layers} == {12}
@@ -174,11 +172,7 @@ def test_layers_that_hold_nothing():
 
 
 def test_a_press_that_does_not_say_what_it_kept():
-    class Silent(hooks_impl.BasePress):
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[:, :, -9:], values[:, :, -9:]
-
-    cache = filled(build("llama"), Silent(), CONTEXT)
-    assert kept_lengths(cache)[0].tolist() == [[9, 9]]
+    cache = filled(build("llama"), Latest(), CONTEXT)
+    assert kept_lengths(cache)[0].tolist() == [[8, 8]]
     with pytest.raises(UnsupportedCacheError, match=r"layer 0 .*Eviction\.keep"):
         kept_positions(cache)

@@ -1,6 +1,5 @@
 """A press written for kvpress runs unchanged on `hooks_impl`: one import is all that differs."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass, make_dataclass
 
 import pytest
@@ -11,25 +10,20 @@ import hooks_impl
 from hooks_impl import (
     BasePress,
     BlockPress,
-    ChunkPress,
     ComposedPress,
-    CriticalKVPress,
     DecodingPress,
     DMSPress,
     ExpectedAttentionPress,
-    KeyRerotationPress,
     KnormPress,
     LeverageScorePress,
     PrefillDecodingPress,
     ScorerPress,
-    SnapKVPress,
-    StreamingLLMPress,
     is_prefilling,
     queries,
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
-from tests.presses import TABLES, listed
-from tests.support import both, build, filled, held, left_padded, ran, token_ids
+from tests.presses import TABLES, presses_of
+from tests.support import Latest, both, build, filled, held, left_padded, ran, token_ids
 
 
 @dataclass
@@ -155,17 +149,9 @@ def test_blocks_hand_a_scorer_the_hidden_states_of_its_keys():
     assert found[0][0] != found[0][1]
 
 
-@pytest.mark.parametrize(
-    ("press", "kept"),
-    [
-        (ComposedPress([Halving()]), 20),
-        (ComposedPress([KnormPress(0.5), Halving()]), 10),
-        (PrefillDecodingPress(Halving()), 20),
-        (PrefillDecodingPress(Halving(), DecodingPress(KnormPress(), 2, 8)), 8),
-        (PrefillDecodingPress(Halving(), DecodingPress(SnapKVPress(window_size=2), 2, 8)), 8),
-    ],
-)
-def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(press, kept):
+@pytest.mark.parametrize(("text", "kept"), TABLES["plain_tensors"])
+def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(text, kept):
+    press = eval(text, {**hooks_impl.PRESSES, "halving": Halving()})
     given = [token_ids(2, 40), token_ids(2, 1), token_ids(2, 1)]
     cache, logits = ran(build("llama", num_layers=2), press, given)
     decodes = isinstance(press, PrefillDecodingPress) and press.decoding_press is not None
@@ -180,39 +166,6 @@ def test_plain_tensors_are_refused_in_words_where_somebody_does():
     press = PrefillDecodingPress(Halving(), DecodingPress(LeverageScorePress(), 1, 10))
     with pytest.raises(UnsupportedInputError, match="which tokens"):
         ran(build("llama", num_layers=1), press, [token_ids(1, 40), token_ids(1, 1)])
-
-
-# ---- hooks of one's own --------------------------------------------------------------------------
-
-
-class Registering(KnormPress):
-    """Registers its hooks itself, as kvpress's own `__call__` does."""
-
-    @contextmanager
-    def __call__(self, model):
-        hook = self.forward_hook
-        modules = [layer.self_attn for layer in model.model.layers]
-        handles = [m.register_forward_hook(hook, with_kwargs=True) for m in modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class Around(KnormPress):
-    """Does something around the scope, and leaves the hooks to it."""
-
-    @contextmanager
-    def __call__(self, model):
-        with super().__call__(model):
-            yield
-
-
-def test_a_press_that_registers_hooks_is_refused_in_words():
-    with pytest.raises(UnsupportedInputError, match="__call__"):
-        prefill(Registering(0.5))
-    assert prefill(Around(0.5))[0] == [15, 15]
 
 
 # ---- names and small things ----------------------------------------------------------------------
@@ -250,13 +203,10 @@ class NegativeNormPress(ScorerPress):
         return -keys.norm(dim=-1)
 
 
-BY_HAND = listed("by hand")
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_compress_outside_of_any_scope(name):
+@presses_of("by hand")
+def test_compress_outside_of_any_scope(make_press):
     """What it gives by hand is what it leaves in a cache."""
-    press = BY_HAND[name](hooks_impl, NegativeNormPress=NegativeNormPress)
+    press = make_press(hooks_impl, NegativeNormPress=NegativeNormPress)
     model, ids = build("llama", num_layers=1), token_ids(2, 40)
     cache, whole = filled(model, press, ids), filled(model, None, ids)
     attention = model.model.layers[0].self_attn
@@ -275,30 +225,19 @@ def test_compress_outside_of_any_scope(name):
         assert press.score(*given).shape == keys.shape[:3]
 
 
-@pytest.mark.parametrize(
-    "press",
-    [SnapKVPress(0.5), KeyRerotationPress(KnormPress(0.5)), CriticalKVPress(KnormPress(0.5))],
-    ids=lambda press: type(press).__name__,
-)
+@presses_of("in a scope alone")
 @pytest.mark.parametrize("kwargs", [{}, None])
-def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(press, kwargs):
+def test_compress_outside_of_any_scope_needs_no_more_than_it_is_given(make_press, kwargs):
     attention = build("llama", num_layers=1).model.layers[0].self_attn
-    keys = torch.randn(1, 2, 100, 16)
+    press, keys = make_press(hooks_impl), torch.randn(1, 2, 100, 16)
     with pytest.raises(UnsupportedInputError, match=r"press\(model\)"):
         press.compress(attention, torch.zeros(1, 100, 64), keys, keys, None, kwargs)
 
 
-@pytest.mark.parametrize(
-    "press",
-    [
-        DecodingPress(KnormPress(), target_size=10),
-        hooks_impl.CompressionRatioDecodingPress(KnormPress(), target_compression_ratio=0.75),
-    ],
-    ids=lambda press: type(press).__name__,
-)
-def test_compress_while_decoding_outside_of_any_scope(press):
+@presses_of("ten of forty tokens")
+def test_compress_while_decoding_outside_of_any_scope(make_press):
     attention = build("llama", num_layers=1).model.layers[0].self_attn
-    keys = torch.randn(1, 2, 40, 16)
+    press, keys = make_press(hooks_impl), torch.randn(1, 2, 40, 16)
     left, _ = press.compress(attention, torch.zeros(1, 1, 64), keys, keys, None, {})
     assert left.shape[2] == 10
 
@@ -319,19 +258,13 @@ class Windowed(ScorerPress):
         return keys.norm(dim=-1)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda press: press,
-        lambda press: ChunkPress(press, chunk_length=12),
-        lambda press: ComposedPress([StreamingLLMPress(0.5), press]),
-    ],
-)
-def test_positions_are_those_of_the_hidden_states(around):
+@presses_of("alone and in others")
+def test_positions_are_those_of_the_hidden_states(make_press):
     press, model = Windowed(0.5), build("llama")
     press.seen = []
     ids, mask, positions = left_padded(2, 24, [0, 5])
-    filled(model, around(press), ids, attention_mask=mask, position_ids=positions)
+    around = make_press(hooks_impl, press=press)
+    filled(model, around, ids, attention_mask=mask, position_ids=positions)
     assert set(press.seen) == {True}
 
 
@@ -341,15 +274,8 @@ def test_a_ratio_may_be_a_property():
     assert prefill(press, length=24)[0] == [6, 6]
 
 
-@pytest.mark.parametrize(
-    "opened",
-    [
-        lambda own: hooks_impl.DecodingPress(own, compression_interval=4, target_size=12),
-        lambda own: hooks_impl.EveryTurnPress(own, target_size=12),
-        lambda own: own.with_budget(12),
-    ],
-)
-def test_methods_read_the_ratio_that_is_asked_of_them(opened):
+@presses_of("twelve tokens")
+def test_methods_read_the_ratio_that_is_asked_of_them(make_press):
     class Own(NegativeNormPress):
         def prepare(self, model):
             prepared.append(self)
@@ -360,104 +286,20 @@ def test_methods_read_the_ratio_that_is_asked_of_them(opened):
             return keys[:, :, -n:], values[:, :, -n:]
 
     prepared, model, press = [], build("llama"), Own()
-    cache = ran(model, opened(press), [token_ids(1, 20), *token_ids(4, 1).split(1)])[0]
+    opened = make_press(hooks_impl, own=press)
+    cache = ran(model, opened, [token_ids(1, 20), *token_ids(4, 1).split(1)])[0]
     held = {n for lengths in kept_lengths(cache) for n in lengths.flatten().tolist()}
     assert held in ({12}, {16})  # at the last step, or at once
     assert (press.compression_ratio, len(prepared)) == (0.0, 1)
 
 
-# ---- hooks of one's own --------------------------------------------------------------------------
-
-
-def test_a_forward_hook_is_called_after_every_forward():
-    class Counting(DecodingPress):
-        calls = 0
-
-        def forward_hook(self, module, input, kwargs, output):
-            self.calls += 1
-            return super().forward_hook(module, input, kwargs, output)
-
-    model, press = build("llama", num_layers=2), Counting(KnormPress(), 8, target_size=16)
-    cache, _ = ran(model, press, [token_ids(1, 20), *token_ids(9, 1).split(1)])
-    assert press.calls == 2 * 10
-    assert kept_lengths(cache)[0].tolist() == [[17, 17]]
-
-
-def test_what_a_forward_hook_changes_is_what_compress_gets():
-    class Weighting(BasePress):
-        def forward_hook(self, module, input, kwargs, output):
-            given = output[0], torch.full((1, 4, 20, 20), 7.0)
-            super().forward_hook(module, input, {**kwargs, "mine": 3}, given)
-            return output
-
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            n = kwargs["mine"] + int((attentions == 7).all())
-            return keys[:, :, :n], values[:, :, :n]
-
-    class Masking(KnormPress):
-        def forward_hook(self, module, input, kwargs, output):
-            module.masked_key_indices = torch.where(torch.ones(1, 2, 20) > 0)
-            return output
-
-    model, ids = build("llama", num_layers=1), token_ids(1, 20)
-    assert kept_lengths(filled(model, Weighting(), ids))[0].tolist() == [[4, 4]]
-    with pytest.raises(UnsupportedInputError, match="masked_key_indices"):
-        filled(model, Masking(0.5), ids)
-
-
-def test_keyword_arguments_are_of_the_tokens_of_the_call():
-    class Reading(ScorerPress):
-        def score(self, module, hidden_states, keys, values, attentions, kwargs):
-            n = kwargs["position_embeddings"][0].shape[1]
-            assert kwargs["hidden_states"].shape[:2] == (len(keys), n)
-            assert len(kwargs["cache_position"]) == 24
-            return keys.norm(dim=-1)
-
-    model, (ids, mask, positions) = build("llama", num_layers=1), left_padded(2, 24, (0, 8))
-    for press in (ChunkPress(Reading(0.5), 8), ComposedPress([KnormPress(0.5), Reading(0.5)])):
-        filled(model, press, ids, attention_mask=mask, position_ids=positions)
-
-
-def test_a_forward_hook_may_compress_by_itself():
-    class Own(NegativeNormPress):
-        def forward_hook(self, module, input, kwargs, output):
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
-            given = module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
-            self.found, _ = self.compress(*given)
-            return output
-
-    press = Own(0.5)
-    filled(build("llama", num_layers=1), press, token_ids(1, 20))
-    assert press.found.shape[2] == 10
-
-
-def test_a_forward_hook_may_compress_by_queries():
-    @dataclass
-    class Hooked(BasePress):
-        press: ScorerPress
-
-        def forward_hook(self, module, input, kwargs, output):
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
-            given = module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs
-            layer.keys, layer.values = self.press.compress(*given)
-            return output
-
-    model, ids, press = build("llama", num_layers=2), token_ids(2, 40), SnapKVPress(0.5, 8)
-    by_hand, by_press = (filled(model, p, ids) for p in (Hooked(press), press))
-    for layer, other in zip(by_hand.layers, by_press.layers, strict=True):
-        assert torch.equal(layer.keys, other.keys)
-
-
 def test_whatever_a_check_raises_nothing_stays_on_the_model():
-    class Latest(BasePress):
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[:, :, -8:], values[:, :, -8:]
-
+    class Failing(Latest):
         def acts_on(self, length):
             raise ZeroDivisionError
 
     model, ids = build("llama"), token_ids(1, 20)
     cache = filled(model, None, ids)
-    with pytest.raises(ZeroDivisionError), Latest()(model):
+    with pytest.raises(ZeroDivisionError), Failing()(model):
         model(ids[:, :1], past_key_values=cache)
     assert not model.model._forward_pre_hooks

@@ -20,8 +20,8 @@ from tests.support import (
     held,
     left_padded,
     ran,
-    snapshot,
     token_ids,
+    unchanged,
 )
 
 pytest.importorskip("optimum.quanto", reason="needs optimum-quanto, a back end of QuantizedCache")
@@ -57,10 +57,11 @@ def everything(layer):
     return read[0], read[1]
 
 
-def assert_same_bits(layer, expected):
+def assert_same_bits(layers, others):
     """Both hold the same, and as many tokens wait to be quantized."""
-    assert all(map(torch.equal, everything(layer), everything(expected)))
-    assert layer.keys.shape == expected.keys.shape
+    for layer, expected in zip(layers, others, strict=True):
+        assert all(map(torch.equal, everything(layer), everything(expected)))
+        assert layer.keys.shape == expected.keys.shape
 
 
 def filled_by_hand(cache, model, press, ids, **given):
@@ -95,9 +96,9 @@ def test_it_is_what_quantizing_the_pruned_keys_gives(package, name, options, pad
     expected, plain = filled_by_hand(quantized(model, **options), model, press, ids, **given)
     cache, (logits,) = ran(model, press, [ids], quantized(model, **options), **given)
     assert torch.equal(logits, model(ids, **given).logits)  # the prefill itself sees exact keys
-    for layer, by_hand, exact in zip(cache.layers, expected.layers, plain.layers, strict=True):
+    assert_same_bits(cache.layers, expected.layers)
+    for layer, exact in zip(cache.layers, plain.layers, strict=True):
         assert type(layer) is PrunedQuantizedLayer
-        assert_same_bits(layer, by_hand)
         assert torch.equal(layer.positions, exact.positions)
         assert layer.get_seq_length() == exact.get_seq_length()
     assert held(cache) == held(plain)
@@ -116,8 +117,7 @@ def test_decoding_goes_on_as_from_there(package, backend, nbits, model):
         logits = model(new, past_key_values=cache).logits
         by_hand = model(new, past_key_values=expected, position_ids=positions).logits
         assert torch.equal(logits, by_hand)
-        for layer, other in zip(cache.layers, expected.layers, strict=True):
-            assert_same_bits(layer, other)
+        assert_same_bits(cache.layers, expected.layers)
         seen += n_new
         n_flushed += cache.layers[0].keys.dim() < 4
         assert cache.get_seq_length() == seen
@@ -132,9 +132,8 @@ def test_nothing_evicted_leaves_the_layers_as_they_were(package, backend, nbits,
     plain, expected = ran(model, None, given, quantized(model, backend, nbits))
     pressed, logits = ran(model, press, given, quantized(model, backend, nbits))
     assert all(torch.equal(one, other) for one, other in zip(expected, logits, strict=True))
-    for layer, other in zip(pressed.layers, plain.layers, strict=True):
-        assert type(layer) is type(other)
-        assert_same_bits(layer, other)
+    assert [*map(type, pressed.layers)] == [*map(type, plain.layers)]
+    assert_same_bits(pressed.layers, plain.layers)
 
 
 @kinds
@@ -160,8 +159,7 @@ def test_both_mechanisms_leave_the_same_bits(backend, nbits, name, model):
     runs = [ran(model, press, given, quantized(model, backend, nbits)) for press in presses]
     caches, logits = zip(*runs, strict=True)
     assert all(torch.equal(one, other) for one, other in zip(*logits, strict=True))
-    for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert_same_bits(one, other)
+    assert_same_bits(*(cache.layers for cache in caches))
 
 
 # ---- while decoding ------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def test_what_is_read_is_pruned_and_written_back(package, backend, nbits, model)
                 index = best.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
                 by_hand = quantized(model, backend, nbits).layers[0]
                 by_hand.update(keys.gather(2, index), values.gather(2, index))
-                assert_same_bits(layer, by_hand)
+                assert_same_bits([layer], [by_hand])
                 pruned += 1
             assert cache.get_seq_length() == LENGTH + step
     assert pruned == 3 * 3  # layers, and steps in which they are
@@ -211,12 +209,11 @@ REFUSED += [(name, "whole contexts.*QuantizedLayer") for name in REPLAYING]
 @both
 @pytest.mark.parametrize(("name", "why"), REFUSED)
 def test_what_cannot_be_stored_is_refused(package, name, why, model):
-    press, cache, before = example_for(package, name, 0.5, model), quantized(model), snapshot(model)
+    press, cache = example_for(package, name, 0.5, model), quantized(model)
     if name == "ThinKPress":
         press.free_memory = True
-    with pytest.raises(UnsupportedCacheError, match=f"{why}.*DynamicCache"):
+    with unchanged(model), pytest.raises(UnsupportedCacheError, match=f"{why}.*DynamicCache"):
         filled(model, press, token_ids(1, LENGTH), cache)
-    assert snapshot(model) == before
     assert cache.get_seq_length() == 0
 
 
@@ -233,8 +230,7 @@ def test_a_prefill_that_has_failed_leaves_the_cache_empty(package, layer, model)
     broken.remove()
     assert cache.get_seq_length() == 0
     filled(model, press, ids, cache)
-    for one, other in zip(cache.layers, expected.layers, strict=True):
-        assert_same_bits(one, other)
+    assert_same_bits(cache.layers, expected.layers)
 
 
 @both

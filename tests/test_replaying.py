@@ -13,10 +13,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, UnsupportedModelError
+from tests.decoders import tiny_decoder
 from tests.support import (
     IS_5_2,
     assert_refused,
@@ -235,7 +234,7 @@ def test_a_template_and_sinks_are_kept_before_all_else(package, name, n_prefix, 
 def test_rows_of_linear_states_are_refused_before_they_are_run(package, name):
     if IS_5_2:
         pytest.skip("jamba of transformers 5.2 has a cache without layers, and is refused whole")
-    model = build_tiny(decoders()["jamba"])
+    model = tiny_decoder("jamba")
     cache = DynamicCache(config=model.config)
     press = example_for(package, name, 0.5, build("llama"))
     with press(model), pytest.raises(UnsupportedCacheError, match="LinearAttentionLayer"):

@@ -11,11 +11,10 @@ from transformers import DynamicCache, EncoderDecoderCache
 import hooks_impl
 import patch_impl
 from attention_patch import headwise
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from press_core import about_cache, cache_nbytes, kept_lengths, load_cache, save_cache
 from press_core.cache.pruned import ReadingNeeds
 from press_core.errors import UnsupportedModelError
+from tests.decoders import tiny_decoder
 from tests.press_core.test_saving import cache_of
 from tests.presses import TABLES
 from tests.support import PACKAGES, build, context_for, example_for, filled, left_padded, token_ids
@@ -135,9 +134,7 @@ def test_sliding_layers_and_caches_without_a_configuration(package, family, tmp_
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "gemma3n_text", "gemma4_text"])
 def test_layers_that_presses_leave_alone(name, tmp_path):
     """Convolutions, linear states, layers that share another's cache."""
-    if name not in decoders():
-        pytest.skip(f"the installed transformers has no {name}")
-    model = build_tiny(decoders()[name])
+    model = tiny_decoder(name)
     try:
         press = patch_impl.KeyDiffPress(0.5)(model)
         press.open()
@@ -150,7 +147,7 @@ def test_layers_that_presses_leave_alone(name, tmp_path):
 
 
 def test_an_encoder_decoder(tmp_path):
-    model = build_tiny(decoders()["bart (seq2seq)"])
+    model = tiny_decoder("bart (seq2seq)")
     context, ids = token_ids(1, 12), token_ids(1, 40, seed=1)
     with patch_impl.KnormPress(0.5)(model):
         output = model(input_ids=context, decoder_input_ids=ids, use_cache=True)

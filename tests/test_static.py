@@ -6,11 +6,10 @@ from torch.nn.functional import pad
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hooks_impl
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
 from press_core.running import static
-from tests.presses import TABLES, listed
+from tests.decoders import tiny_decoder
+from tests.presses import TABLES, listed, presses_of
 from tests.support import GREEDY, both, build, filled, in_turn, left_padded, nested, token_ids
 
 PRESSES = listed("static")
@@ -49,7 +48,7 @@ def runs_alike(model, press, padding):
 @pytest.mark.skipif(not static.StaticHybridLayer, reason="transformers 5.2 has no such layer")
 @in_turn("name, padding", ["queries", "rerotated", "decoding", "turns"], [0, 6])
 def test_a_layer_may_hold_the_state_of_a_linear_attention_too(package, name, padding):
-    model = build_tiny(decoders()["falcon_h1"])
+    model = tiny_decoder("falcon_h1")
     model.set_attn_implementation("sdpa")
     runs_alike(model, PRESSES[name](package), padding)
 
@@ -61,9 +60,8 @@ def test_a_block_mask_covers_empty_slots(package, name, padding):
     runs_alike(model, PRESSES[name](package), padding)
 
 
-@pytest.mark.skipif("gemma4_text" not in decoders(), reason="this transformers has no Gemma-4")
 def test_layers_read_a_buffer_as_it_was_before_another_layer_was_pruned(package):
-    model = build_tiny(decoders()["gemma4_text"])
+    model = tiny_decoder("gemma4_text")
     press = package.DecodingPress(package.StreamingLLMPress(), 2, target_size=10)
     caches = DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=48)
     found = [run(model, press, cache, 0) for cache in caches]
@@ -97,16 +95,13 @@ def in_generate(package, name, padding, attention):
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
-AT_DIFFERENT_TIMES = listed("static at different times")
-
-
-@pytest.mark.parametrize("name", AT_DIFFERENT_TIMES)
+@presses_of("static at different times")
 @pytest.mark.parametrize("n_hidden", [0, 3])
-def test_layers_that_were_pruned_at_different_times(package, name, n_hidden):
+def test_layers_that_were_pruned_at_different_times(package, make_press, n_hidden):
     """Buffers may be as long as one another, and filled to other slots."""
     model, logits = build("llama", dtype=torch.float64), []
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=110)):
-        with AT_DIFFERENT_TIMES[name](package)(model):
+        with make_press(package)(model):
             for n, seed in ((40, 0), (8, 1), (3, 2), (3, 3), (1, 4), (1, 5)):
                 mask = torch.ones(1, cache.get_seq_length() + n, dtype=torch.long)
                 mask[:, : n_hidden * (n == 1)] = 0
@@ -245,15 +240,9 @@ def test_no_int_changes_in_a_graph_that_cuda_graphs_replay(package, name, paddin
     torch.testing.assert_close(*map(kept_positions, caches), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "press",
-    [
-        hooks_impl.ThinKPress(0.5, window_size=4, free_memory=True),
-        hooks_impl.DMSPress(hooks_impl.KnormPress(), -4.0, sliding_window_size=4, decoding=True),
-    ],
-)
-def test_what_a_buffer_cannot_hold_is_refused(press):
-    model = build("llama")
+@presses_of("not static")
+def test_what_a_buffer_cannot_hold_is_refused(make_press):
+    model, press = build("llama"), make_press(hooks_impl)
     cache = StaticCache(config=model.config, max_cache_len=48)
     with press(model), pytest.raises(UnsupportedCacheError, match=r"static cache.*DynamicCache"):
         model(token_ids(1, 20), past_key_values=cache)

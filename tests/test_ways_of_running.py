@@ -9,11 +9,10 @@ import transformers
 from transformers import DynamicCache
 
 import patch_impl
-from attention_patch import headwise
 from experiments.testbed.recipes import PROMPTS
 from press_core import UnsupportedCacheError, UnsupportedInputError, kept_lengths, prefill
 from press_core.forward import with_cache
-from tests.presses import PIPELINE_PRESSES, listed
+from tests.presses import PIPELINE_PRESSES, presses_of
 from tests.support import (
     GREEDY,
     IS_5_2,
@@ -289,15 +288,12 @@ def test_continuous_batching_is_refused(package):
         handle.remove()
 
 
-ACTS = listed("acting")
-
-
 @both
-@pytest.mark.parametrize("name", ACTS)
-def test_a_scope_that_came_after_the_context_says_so(package, name):
+@presses_of("acting")
+def test_a_scope_that_came_after_the_context_says_so(package, make_press):
     """If it would have evicted any of it; it then refuses draft tokens beside a context, too."""
     model, ids = make(), token_ids(1, LENGTH)
-    press, idle = (ACTS[name](package, ratio=ratio, prompts=PROMPTS) for ratio in (0.5, 0.0))
+    press, idle = (make_press(package, ratio=ratio, prompts=PROMPTS) for ratio in (0.5, 0.0))
     cache, handle = filled(model, None, ids), press.register(model)
     model(token_ids(1, 3), past_key_values=cache)
     with pytest.warns(RuntimeWarning, match=rf"{type(press).__name__}.*before"):
@@ -363,79 +359,3 @@ def test_a_turn_keeps_the_best_of_all_that_is_there(package):
     held = before + list(range(LENGTH, LENGTH + 12))
     best = sorted(sorted(range(len(held)), key=norms.__getitem__)[:20])
     assert cache.layers[0].positions[0, 0].tolist() == [held[i] for i in best]
-
-
-# ---- uneven questions of a second turn, with a mask of all tokens --------------------------------
-
-QUESTION, UNEVEN = 8, [3, 0]  # and the padding in it
-
-
-def rerotated(package):
-    return package.KeyRerotationPress(package.KnormPress(0.5))
-
-
-def of_questions():
-    """Contexts `(2, LENGTH)`, questions, and the mask of all."""
-    mask = torch.ones(2, LENGTH + QUESTION, dtype=torch.long)
-    mask[0, LENGTH : LENGTH + UNEVEN[0]] = 0
-    return token_ids(2, LENGTH), token_ids(2, QUESTION, seed=1), mask
-
-
-def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package):
-    model, press = make(), rerotated(package)
-    context, question, mask = of_questions()
-    cache = filled(model, press, context)
-
-    def asked(**arguments):
-        return model(question, past_key_values=copy.deepcopy(cache), **arguments).logits[:, -1]
-
-    with pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]"):
-        asked(attention_mask=mask)
-    with pytest.raises(UnsupportedInputError, match="continue at 30"):
-        asked(position_ids=torch.arange(LENGTH, LENGTH + QUESTION)[None])
-    chunks = pytest.raises(UnsupportedInputError, match=r"attention_mask\[:, -38:\]")
-    with press(model), chunks:
-        given = {"past_key_values": copy.deepcopy(cache), "prefill_chunk_size": 3}
-        model.generate(question, attention_mask=mask, **given, **GREEDY)
-    assert torch.equal(asked(attention_mask=torch.ones_like(mask)), asked())
-    last = mask[:, -38:]
-    positions = (last.cumsum(dim=-1) - 1)[:, -QUESTION:]
-    found = asked(attention_mask=last, position_ids=positions)
-    for scope in (press(model), headwise(model), package.KnormPress(0.5)(model)):
-        with scope:  # each helps with reading
-            torch.testing.assert_close(asked(attention_mask=mask), found, rtol=0, atol=1e-10)
-
-
-@both
-def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
-    model, press = make(), rerotated(package)
-    context, question, mask = of_questions()
-    mask[0, 5] = 0
-    cache = filled(model, press, context)
-    with pytest.raises(UnsupportedInputError, match=r"hides .*60 tokens"):
-        filled(model, press, question, cache, attention_mask=mask)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_generate_goes_on_from_rerotated_keys(package, inside):
-    """Of all tokens it would take the last of the context for new ones."""
-    model, press = make(), rerotated(package)
-    context, question, mask = of_questions()
-    ids = torch.cat((context, question), dim=1)
-    options = {"max_new_tokens": 4, **GREEDY}
-    cache = filled(model, press, context)
-    with press(model) if inside else nullcontext():
-        for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
-            given |= {"attention_mask": mask, "past_key_values": copy.deepcopy(cache)}
-            with pytest.raises(UnsupportedInputError, match="first 30"):
-                model.generate(**given, **options)
-        given = {"attention_mask": mask[:, 30:], "past_key_values": copy.deepcopy(cache)}
-        found = model.generate(ids[:, 30:], **given, **options)
-    for row, n in enumerate(UNEVEN):
-        alone = copy.deepcopy(cache)
-        alone.batch_select_indices(torch.tensor([row]))
-        token, answer = question[row : row + 1, n:], []
-        for _ in range(4):
-            token = model(token, past_key_values=alone).logits[:, -1:].argmax(dim=-1)
-            answer.append(int(token))
-        assert found[row, -4:].tolist() == answer

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from press_core import ScopeError, UnsupportedInputError, attention_sites
-from tests.presses import listed
+from tests.presses import listed, presses_of
 from tests.slow import INF, best, choices, cosines, norms, queries_and_keys, snapkv
 from tests.support import both, filled, held, left_padded, make, nested, rotating, token_ids
 from tests.twins import contents, same
@@ -76,14 +76,11 @@ def test_what_presses_of_presses_keep(package, family, name):
         assert kept == choices(states, choose)
 
 
-PAIRS = listed("pairs")
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, name):
+@presses_of("pairs")
+def test_a_composition_its_parts_and_nested_scopes_leave_the_same(package, make_press):
     """However deep they are composed, and of padded rows; of scopes the inner one acts first."""
     model, question = make(), token_ids(2, 3, seed=1)
-    first, second = PAIRS[name](package)
+    first, second = make_press(package)
     ids, mask, positions = left_padded(2, LENGTH, [11, 0])
     more, found = torch.cat((mask, torch.ones_like(question)), dim=1), []
     for scopes in (

@@ -6,12 +6,12 @@ from io import StringIO
 import pandas as pd
 import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from experiments.answers import sweep as sweeps
 from experiments.answers.settings import Settings
 from experiments.answers.store import Store
 from experiments.answers.sweep import sweep
+from tests.experiments.tiny import cli
 
 SMALL = Settings(
     dataset=("facts/single@48", "facts/multiquery@48"),
@@ -40,6 +40,6 @@ app = typer.Typer()
 app.command()(sweeps.command)
 
 
-def call(*args, width=160):
+def call(*args, width=160, **options):
     small = "--samples", "4", "--threads", "1", "--dataset", "facts/single@48"
-    return CliRunner().invoke(app, [*small, *map(str, args)], env={"COLUMNS": str(width)})
+    return cli(*small, *args, of=app, width=width, **options)

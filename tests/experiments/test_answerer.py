@@ -11,13 +11,14 @@ from experiments import UserError
 from experiments.answers.compressed import compressed
 from experiments.loading import load_model
 from experiments.pipeline import ContextAnswerer
-from experiments.questions.architectures.decoders import build as build_tiny
-from experiments.questions.architectures.decoders import decoders
 from experiments.testbed.facts import answer_seen, answer_unseen, build_tokenizer
-from press_core import RaggedLayer, kept_lengths
+from press_core import kept_lengths
 from press_core.cache.caches import HybridLayer
+from tests.decoders import tiny_decoder
 from tests.experiments.asked import PRESSES, facts, uneven
-from tests.support import GREEDY, both, filled, in_turn, snapshot, token_ids
+from tests.experiments.tiny import CASES
+from tests.support import GREEDY, both, filled, in_turn, snapshot, token_ids, unchanged
+from tests.twins import contents, same
 
 MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 STAY_OPEN = {"adakv", "pyramid", "channels", "decoding", "streaming", "dms", "kvzip"}
@@ -93,7 +94,7 @@ def test_no_question_sees_another(answerer, text, package, name):
 
 @pytest.mark.skipif(HybridLayer is None, reason="transformers 5.2 has no such layer")
 def test_no_question_sees_the_linear_state_of_another():
-    model = build_tiny(decoders()["falcon_h1"])
+    model = tiny_decoder("falcon_h1")
     with compressed(model, token_ids(2, 40).tolist(), hooks_impl.KnormPress(0.5), 0) as context:
         alone = context.generate([1], [[7, 8]], GREEDY | {"max_new_tokens": 4})
         context.generate([0, 1], [[9], [9]], GREEDY | {"max_new_tokens": 4})
@@ -108,12 +109,7 @@ def test_a_given_cache_holds_the_compressed_context_and_no_question(
     ids = answerer.tokenizer(text.context, return_tensors="pt").input_ids
     expected = filled(model, press, ids)
     answerer(text.context, text.questions, press=press, cache=cache, max_new_tokens=4)
-    for one, other in zip(cache.layers, expected.layers, strict=True):
-        assert one.get_seq_length() == other.get_seq_length()
-        states = [
-            x.dense() if isinstance(x, RaggedLayer) else (x.keys, x.values) for x in (one, other)
-        ]
-        assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+    assert same(contents(cache), contents(expected))
 
 
 def test_a_cache_with_something_in_it_is_refused(model, answerer):
@@ -182,27 +178,18 @@ def test_the_press_is_open_as_long_as_it_is_needed(model, answerer, text, packag
 
 @both
 def test_an_error_leaves_nothing_open(model, answerer, package):
-    clean = snapshot(model)
     options = {"press": package.KnormPress(0.5), "temperature": "hot", "do_sample": True}
-    with pytest.raises(ValueError, match="temperature"):
+    with unchanged(model), pytest.raises(ValueError, match="temperature"):
         answerer("river alice tea", ["? alice"], **options)
-    assert snapshot(model) == clean
 
 
 # ---- generation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "temperature": 0.7},
-        {"num_beams": 3},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"repetition_penalty": 5.0},
-        {"generation_config": GenerationConfig(num_beams=3, num_return_sequences=2)},
-    ],
-)
+BEAMS = {"generation_config": GenerationConfig(num_beams=3, num_return_sequences=2)}
+
+
+@pytest.mark.parametrize("options", [*CASES["generation"], BEAMS])
 def test_without_a_press_it_is_generate(model, answerer, text, options):
     prompt = answerer.tokenizer(f"{text.context} {text.questions[0]}", return_tensors="pt")
     set_seed(1)

@@ -7,11 +7,10 @@ from typing import Annotated
 import pandas as pd
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from experiments.framework.command import command_of
 from experiments.framework.options import Device, checked_positive_share, checked_share, one_of
-from tests.experiments.tiny import REFUSED, Tiny, failing
+from tests.experiments.tiny import REFUSED, Tiny, cli, failing
 
 
 class Colour(str, Enum):
@@ -52,10 +51,10 @@ class Echo(Tiny):
 ECHO = Echo("echo")
 
 
-def invoke(*arguments):
+def invoke(*arguments, status=0):
     app = typer.Typer()
     app.command()(command_of(ECHO))
-    return CliRunner().invoke(app, list(arguments))
+    return cli(*arguments, of=app, status=status)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,7 @@ def invoke(*arguments):
     ],
 )
 def test_every_option_is_a_flag(arguments, options):
-    result = invoke(*arguments.split())
-    assert result.exit_code == 0, result.output
+    invoke(*arguments.split())
     assert ECHO.seen == options
 
 
@@ -82,23 +80,20 @@ def test_help_is_the_docstring_and_the_fields():
 
 
 def test_tables_findings_files_and_status(tmp_path):
-    result = invoke("--output", str(tmp_path / "new"))
+    result = invoke("--output", tmp_path / "new")
     words = " ".join(result.output.split())
     assert words.index("The last.") < words.index("The mean of echo is 3.000.")
     assert (tmp_path / "new" / "echo.csv").read_text() == "x\n3\n"
-    result = invoke("--many-rounds", "10")
-    assert result.exit_code == 1
-    assert "The mean of echo is 10.000." in result.output
+    assert "The mean of echo is 10.000." in invoke("--many-rounds", "10", status=1).output
 
 
 def test_what_is_measured_is_written_even_if_it_cannot_be_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(ECHO, "findings", failing)
-    assert invoke("--output", str(tmp_path)).exit_code == 1
+    invoke("--output", tmp_path, status=1)
     assert (tmp_path / "echo.csv").read_text() == "x\n3\n"
 
 
 @pytest.mark.parametrize(("arguments", "words"), REFUSED["flags"])
 def test_a_wrong_value_is_told_with_its_flag(arguments, words):
-    result = invoke(*arguments.split())
-    assert result.exit_code == 2
-    assert words in " ".join(result.output.replace("│", " ").split())
+    told = invoke(*arguments.split(), status=2).output
+    assert words in " ".join(told.replace("│", " ").split())

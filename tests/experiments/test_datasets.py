@@ -18,7 +18,7 @@ from experiments.answers.metrics import METRICS, UNKNOWN, score
 from experiments.answers.sample import Sample
 from experiments.answers.settings import Settings
 from experiments.loading import load_model
-from tests.experiments.tiny import REFUSED
+from tests.experiments.tiny import CASES, REFUSED
 from tests.support import table_beside
 
 
@@ -74,10 +74,7 @@ def test_a_seed_says_it_all_and_answers_stand_in_the_context_alone(text, facts_t
             assert answer not in sample.question + sample.answer_prefix
 
 
-@pytest.mark.parametrize(
-    ("task", "keys", "values", "asked"),
-    [("single", 1, 1, 1), ("multikey", 4, 1, 1), ("multivalue", 1, 4, 1), ("multiquery", 4, 1, 4)],
-)
+@pytest.mark.parametrize(("task", "keys", "values", "asked"), CASES["needles"])
 def test_needles(tokenizer, task, keys, values, asked):
     for sample in load(f"synthetic/niah_{task}@1000", 3, 0, tokenizer):
         found = re.findall(r"One secret number of ([\w-]+) is (\d+)\.", sample.context)

@@ -17,7 +17,7 @@ from press_core import UnsupportedCacheError
 from press_core.cache.caches import known
 from press_core.cache.tokens import Kept
 from tests.experiments.tiny import SILENT
-from tests.support import PACKAGES, build, example_for, snapshot, token_ids
+from tests.support import PACKAGES, build, example_for, token_ids, unchanged
 
 SAMPLE = Sample(token_ids(2, 60), token_ids(2, 3, seed=1))
 LONG = Sample(token_ids(2, 160), token_ids(2, 3, seed=1))
@@ -37,9 +37,8 @@ def harm(model, name, ratio):
 @pytest.fixture(scope="module")
 def tables():
     model = made()
-    before = snapshot(model)
-    found = error.tables_of(model, [LONG], NAMES, 0.5, SILENT)
-    assert snapshot(model) == before
+    with unchanged(model):
+        found = error.tables_of(model, [LONG], NAMES, 0.5, SILENT)
     return {name: table.assign(model="tiny") for name, table in found.items()}
 
 

@@ -19,7 +19,7 @@ from experiments.testbed.timed_models import random_llama
 from experiments.testbed.variants import VARIANTS
 from press_core import UnsupportedInputError, attention_sites, cache_nbytes, kept_lengths
 from press_core.budget import n_kept
-from tests.support import build, filled, snapshot, token_ids
+from tests.support import build, filled, snapshot, token_ids, unchanged
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda c: c.name)
 PRESS = hooks_impl.AdaKVPress(hooks_impl.KnormPress(0.5))
@@ -54,9 +54,8 @@ def test_variants_give_the_logits_of_the_reference_on(family, flex_was_used):
     for implementation in (*four_ways.IMPLEMENTATIONS, offered[0]):
         with suppress(ValueError):
             model.set_attn_implementation(implementation)
-    before = snapshot(model)
-    table = four_ways.trials(model, lengths=(40, 32))
-    assert snapshot(model) == before
+    with unchanged(model):
+        table = four_ways.trials(model, lengths=(40, 32))
     assert len(table) == 2 * len(four_ways.IMPLEMENTATIONS) * len(VARIANTS)
     of = table[table["implementation"].isin(offered)]
     for (name, question), rows in of.groupby(["condition", "question"]):

@@ -15,7 +15,7 @@ from experiments.testbed.facts import Task, answer_seen, answer_unseen, check_vo
 from experiments.testbed.recipes import recipe_pair
 from press_core import PressError, kept_lengths
 from tests.experiments.tiny import SILENT
-from tests.support import both, build, snapshot
+from tests.support import both, build, unchanged
 
 MODEL, DTYPE = "facts-llama", torch.float64  # no rounding error decides an answer
 protocols = pytest.mark.parametrize("answer", [answer_unseen, answer_seen])
@@ -46,10 +46,9 @@ def caches_when_asked(model, answer, press, batch):
 @both
 @protocols
 def test_ratio_zero_answers_as_no_press_does_and_leaves_nothing(model, package, answer):
-    before = snapshot(model)
     press = package.SnapKVPress(compression_ratio=0.0, window_size=8)
-    assert torch.equal(answer(model, press, batch_of()), answer(model, None, batch_of()))
-    assert snapshot(model) == before
+    with unchanged(model):
+        assert torch.equal(answer(model, press, batch_of()), answer(model, None, batch_of()))
 
 
 @both

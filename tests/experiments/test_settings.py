@@ -26,7 +26,6 @@ from tests.support import table_beside
 EXAMPLES = sorted(Path(sweeps.__file__).parent.glob("examples/*.yaml"))
 MADE = table_beside(__file__, "presses")
 DECODING = "DecodingPress(KnormPress())"
-DUO = "DuoAttentionPress(head_compression_ratio=ratio)"
 
 
 # ---- presses as text ---------------------------------------------------------------------------
@@ -143,18 +142,11 @@ def test_cells_of_budgets():
     assert [made[0].amount, made[1].amount, made[2].target_size] == [Tokens(64), Tokens(32), 64]
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
-        ({"press": ("KnormPress", "nosuch")}, UserError, "there is no press"),
-        ({"dataset": ("nosuch",)}, UserError, "there is no dataset"),
-        ({"press": ("SnapKVPress(window_size=0)",)}, HyperparameterError, "window_size"),
-        ({"press": (DUO,), "ratio": (0.0,), "budget": (64,)}, UserError, "no number of tokens; gi"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "error", "words"), REFUSED["plans"])
 def test_mistakes_show_before_anything_is_run(changed, error, words):
-    with pytest.raises(error, match=words):
-        plan(replace(SMALL, **changed))
+    settings = replace(SMALL, **{name: tuple(given) for name, given in changed.items()})
+    with pytest.raises({"user": UserError, "press": HyperparameterError}[error], match=words):
+        plan(settings)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])

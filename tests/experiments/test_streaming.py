@@ -14,8 +14,8 @@ from experiments.questions.streaming import EXPERIMENT, Options, rows_of, size_f
 from experiments.testbed import streams
 from experiments.testbed.streams import FULL, RECOMPUTED, SINKS, STREAMED, WINDOW, Stream, Text
 from press_core import cache_nbytes, kept_lengths
-from tests.experiments.tiny import SILENT
-from tests.support import snapshot, token_ids
+from tests.experiments.tiny import CASES, SILENT
+from tests.support import token_ids, unchanged
 
 MODEL = "gpt_neox"
 SMALL = streams.Size(tokens=60, capacity=15, full=40, n_sink=2, stretch=10)
@@ -29,10 +29,8 @@ def text():
 
 @pytest.fixture(scope="module")
 def table(model, text):
-    before = snapshot(model)
-    found = streams.stream_text(model, text, SMALL, SILENT).assign(model="tiny")
-    assert snapshot(model) == before
-    return found
+    with unchanged(model):
+        return streams.stream_text(model, text, SMALL, SILENT).assign(model="tiny")
 
 
 @torch.inference_mode()
@@ -172,13 +170,7 @@ def made_up(**losses):
     return table
 
 
-@pytest.mark.parametrize(
-    ("losses", "verdicts", "numbers"),
-    [
-        ({"w": 5.0, "s": 2.05, "o": 3.0}, ["works", "breaks", "breaks"], [0.05, 3.0, 1.0]),
-        ({"s": 2.25}, ["breaks", "works", "works"], [0.25, 0.0, 0.0]),
-    ],
-)
+@pytest.mark.parametrize(("losses", "verdicts", "numbers"), CASES["lost"])
 def test_what_each_stream_loses_is_told(losses, verdicts, numbers):
     found = streaming.find_sinks(made_up(**losses))
     assert [finding.name for finding in found] == ["sinks", "window", "positions"]

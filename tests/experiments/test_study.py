@@ -282,9 +282,8 @@ def test_study_and_report_commands(registered, tmp_path):
     succeeded("report", "--input", tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
     registered(BROKEN, TWO)
-    result = cli("study", "--output", tmp_path)
-    assert result.exit_code == 1
-    assert "failed: RuntimeError: no <luck> [today]" in result.stderr
+    told = cli("study", "--output", tmp_path, status=1).stderr
+    assert "failed: RuntimeError: no <luck> [today]" in told
     assert "mean of two" in Page(tmp_path).text
 
 

@@ -182,8 +182,7 @@ def test_a_model_that_cannot_be_loaded_is_told_once_and_can_be_corrected(tmp_pat
     result = call("--output", tmp_path, "--device", "abacus")
     assert "device 'abacus'" in str(result.exception), result.output
     assert "abacus" not in result.output
-    result = call("--output", tmp_path, "--press", "KnormPress", "--ratio", "0.5")
-    assert result.exit_code == 0, result.exception
+    call("--output", tmp_path, "--press", "KnormPress", "--ratio", "0.5", status=0)
 
 
 def test_a_cell_that_fails_takes_nothing_from_the_others(tmp_path):

@@ -12,8 +12,8 @@ from experiments.questions.trace import EXPERIMENT, trace
 from experiments.testbed.compare import PressPair, pair
 from experiments.testbed.recipes import suited_pair
 from press_core import kept_lengths
-from tests.experiments.tiny import read_again
-from tests.support import build, filled, snapshot, table_beside, token_ids
+from tests.experiments.tiny import CASES, read_again
+from tests.support import build, filled, table_beside, token_ids, unchanged
 
 LENGTH = 80
 SIDES = {"hook": (hooks_impl, "forward hook"), "patch": (patch_impl, "wrapper")}
@@ -60,14 +60,10 @@ def test_numbers_are_those_of_an_untraced_prefill(model, snapkv, mechanism):
     assert kept == [int(lengths.max()) for lengths in kept_lengths(cache)] == [40, 40]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [f"{press}Press" for press in ("AdaKV", "CAM", "Composed", "DMS", "Finch", "KVzip", "ThinK")],
-)
+@pytest.mark.parametrize("name", CASES["traced"])
 def test_any_kind_of_press_can_be_traced(model, name):
-    before = snapshot(model)
-    events = of_press(model, name)
-    assert snapshot(model) == before
+    with unchanged(model):
+        events = of_press(model, name)
     assert sys.getprofile() is None
     table = events.assign(model="llama", press=name, ratio=0.5)
     assert "keep as many in each layer" in EXPERIMENT.markdown({"trace": table})
@@ -113,10 +109,7 @@ def test_pruning_around_the_decoder_is_told(model):
         assert told[-1].startswith(f"{who} of the decoder prunes 80 → ")
 
 
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [("gpt_neox", [0, 1]), ("gpt2", [0, 1]), ("qwen3", [0, 1]), ("gemma3_text", [1, 3])],
-)
+@pytest.mark.parametrize(("family", "layers"), CASES["pruned layers"].items())
 def test_families(family, layers):
     events = trace(build(family), pair("SnapKVPress", compression_ratio=0.5), length=LENGTH)
     assert sorted(set(events["layer"])) == layers  # sliding layers are left alone
@@ -131,10 +124,8 @@ def test_nothing_is_left_after_an_error(model, mechanism):
         raise RuntimeError("while scoring")
 
     failing = type("Failing", (SIDES[mechanism][0].SnapKVPress,), {"score": fail})(0.5)
-    before = snapshot(model)
-    with pytest.raises(RuntimeError, match="while scoring"):
+    with unchanged(model), pytest.raises(RuntimeError, match="while scoring"):
         trace(model, PressPair(failing, failing), length=LENGTH)
-    assert snapshot(model) == before
     assert sys.getprofile() is None
 
 

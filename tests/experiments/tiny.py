@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from typing import Annotated
 from unittest.mock import patch
@@ -71,23 +72,27 @@ def tiny(name, **changed):
     return experiment
 
 
-def cli(*arguments, **options):
-    """Invoke `python -m experiments` with these arguments."""
-    runner = CliRunner(env={"COLUMNS": "200"})
-    return runner.invoke(app, [str(argument) for argument in arguments], **options)
+def cli(*arguments, of=app, width=200, status=None, **options):
+    """Invoke `python -m experiments` with these arguments.
 
-
-def succeeded(*arguments, **options):
-    """What a command gives that has to end well."""
-    result = cli(*arguments, **options)
-    assert result.exit_code == 0, result.output
+    Args:
+        of: another app to invoke.
+        status: with which it has to end; None: with any.
+    """
+    runner = CliRunner(env={"COLUMNS": str(width)})
+    result = runner.invoke(of, [str(argument) for argument in arguments], **options)
+    assert status in (None, result.exit_code), (result.output, result.exception)
     return result
+
+
+succeeded = partial(cli, status=0)
+"""The same of a command that has to end well."""
 
 
 def refused(*arguments):
     """The one line that a command which is refused prints."""
-    result = cli(*arguments)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    result = cli(*arguments, status=2)
+    assert result.stderr.count("\n") == 1, result.output
     assert result.stderr.startswith("error: ")
     return result.stderr
 

@@ -40,27 +40,17 @@ ROUNDS, SECONDS = 9, 1.5
 DECODED = 16
 """Tokens decoded with `HEADWISE` presses."""
 
-NOT_TIMED = {
-    "KVComposePress": "has the model read the whole context again, and the stand-in reads nothing",
-    "KVgradPress": "asks for gradients, and the stand-in computes nothing",
-    "ObservedAttentionPress": "reads the weights of attention, and the stand-in makes none",
-    "RestoreKVPress": "adapts the linear layers of the model, and the stand-in has none at work",
-}
-"""Presses whose time is that of a model."""
-
+OTHERWISE = table_beside(__file__, "timing")
 TIMED = {
     name: f"{name}(0.5)"
     for name in hooks_impl.PRESSES
-    if name not in NOT_TIMED and name not in NOT_IN_KVPRESS
+    if name not in OTHERWISE["of a model"] and name not in NOT_IN_KVPRESS
 }
 ARGUMENTS = table_beside(__file__, "timed")
 TIMED |= {press.partition("(")[0]: press for press in ARGUMENTS}
 """By name: what is timed."""
 
-HEADWISE = (
-    *("AdaKVPress", "CriticalAdaKVPress", "DMSPress", "DuoAttentionPress", "FastKVzipPress"),
-    "LUKVPress",
-)
+HEADWISE = OTHERWISE["by head"]
 """Presses of which kvpress leaves the evicting to the steps that follow."""
 
 GIVEN = handed.GIVEN | {

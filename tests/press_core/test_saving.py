@@ -28,7 +28,7 @@ from press_core.files.files import METADATA
 from press_core.files.saving import identity
 from press_core.learned.measured import QFilters
 from tests.press_core.drawn import TABLES
-from tests.support import build, example_for, filled, left_padded, token_ids
+from tests.support import build, example_for, filled, in_parts, left_padded, token_ids
 
 
 @lru_cache
@@ -39,17 +39,9 @@ def model_of(family="llama", seed=0):
 def cache_of(name="SnapKVPress", family="llama", model=None, package=hooks_impl, **fields):
     """A cache of an uneven batch that a press has pruned, and that a token was decoded with."""
     model = model or model_of(family)
-    cache = DynamicCache(config=model.config)
-    ids, mask, positions = left_padded(2, 40, [0, 7])
     fields |= {"free_memory": True} if name == "ThinKPress" else {}
     press = replace(example_for(package, name, 0.5, model), **fields)
-    with press(model):
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), dim=1)
-        places = mask.sum(dim=-1, keepdim=True) - 1
-        more = {"attention_mask": mask, "position_ids": places}
-        model(token_ids(2, 1), past_key_values=cache, **more)
-    return cache
+    return in_parts(model, press, left_padded(2, 41, [0, 7]), [0, 40, 41])[0]
 
 
 @pytest.fixture

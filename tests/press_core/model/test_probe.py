@@ -19,22 +19,19 @@ from transformers.masking_utils import sdpa_mask
 import hooks_impl
 import patch_impl
 from experiments.framework.timing import threads
-from experiments.questions.architectures.decoders import build, decoders
 from experiments.testbed import families
 from press_core import UnsupportedModelError, attention_sites, kept_lengths, probe
 from press_core.model.rotary import NoRotation
-from tests.support import IS_5_2, filled, ran, rotating, snapshot, table_beside
+from tests.decoders import tiny_decoder
+from tests.support import IS_5_2, filled, ran, rotating, table_beside, unchanged
 
-KNOWN = decoders()
 FACTS = table_beside(__file__, "facts")
 
 
 def tiny(name):
-    if name not in KNOWN:
-        pytest.skip(f"the installed transformers has no {name}")
     if IS_5_2 and name in FACTS["else on 5.2"]:
         pytest.skip(f"{name} of transformers 5.2 {FACTS['else on 5.2'][name]}")
-    return build(KNOWN[name])
+    return tiny_decoder(name)
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +91,9 @@ def test_sites_are_named_and_tell_the_implementation_in_force():
 def test_a_probe_leaves_nothing_behind(name):
     model = tiny(name)
     model.train()
-    before, random_state = snapshot(model), torch.get_rng_state()
-    attention_sites(model)
-    assert snapshot(model) == before
+    random_state = torch.get_rng_state()
+    with unchanged(model):
+        attention_sites(model)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.training
 
@@ -104,9 +101,8 @@ def test_a_probe_leaves_nothing_behind(name):
 def test_a_probe_leaves_no_attribute_that_a_first_forward_sets():
     scaled = {"original_max_position_embeddings": 32, "short_factor": 8 * [1.0]}
     model = rotating(families.build("llama"), "longrope", long_factor=8 * [2.0], **scaled)
-    before = snapshot(model)
-    hooks_impl.KnormPress(0.5).register(model).remove()
-    assert snapshot(model) == before
+    with unchanged(model):
+        hooks_impl.KnormPress(0.5).register(model).remove()
 
 
 def test_a_probe_undoes_what_hooks_of_others_do():
