@@ -114,14 +114,14 @@ class AttentionCall:
             has the queries of its KV head's kept tokens.
 
         Raises:
-            UnsupportedInputError: if the press did not declare that it needs queries.
+            UnsupportedInputError: if the press did not declare that it needs queries, or if all
+                keys are of earlier forwards.
         """
         query, rotary = self._collected(), self.site.rotary
         if self.at.tokens is None:
-            n = min(last or self.length, self.length)
-            start = max(0, query.states.shape[2] - n)
+            start = max(0, query.states.shape[2] - (last or self.length))
             return self._rotated(start).contiguous()
-        tokens = self.at.tokens if last is None else self.at.tokens[..., -last:]
+        tokens = self._known(self.at.tokens if last is None else self.at.tokens[..., -last:])
         if self.at.rotary is None or rotary is None:
             return gather_tokens(self._rotated(0), tokens)
         # Keys were rerotated, so queries are rotated to the same positions.
@@ -156,8 +156,18 @@ class AttentionCall:
             UnsupportedInputError: if the press did not declare that it needs queries.
         """
         if self.at.tokens is not None:
-            return gather_tokens(self._before_rope(), self.at.tokens)
+            return gather_tokens(self._before_rope(), self._known(self.at.tokens))
         return self._before_rope().contiguous()
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Those of `tokens` `(B, H_kv, n)` that are not of earlier forwards in any head."""
+        known = tokens[..., (tokens >= 0).all(dim=(0, 1))] if self.when.decoding else tokens
+        if not known.shape[-1]:
+            raise UnsupportedInputError(
+                f"queries in {self.site.name} are known of the latest "
+                f"{self.hidden_states.shape[1]} tokens only, and keys of others were selected"
+            )
+        return known
 
     def _collected(self) -> Query:
         if self.query is None:
@@ -255,9 +265,10 @@ class AttentionCall:
         Raises:
             UnsupportedInputError: if there are keys of other tokens.
         """
-        if self.at.tokens is not None:
-            return per_token.gather(-1, self.at.tokens)
-        if per_token.shape[-1] != self.length:
+        known = self.at.tokens
+        if known is not None and self._known(known).shape == known.shape:
+            return per_token.gather(-1, known)
+        if known is not None or per_token.shape[-1] != self.length:
             raise UnsupportedInputError(
                 f"the press scores {self.length} keys by their tokens' hidden states, but only "
                 f"those of {per_token.shape[-1]} tokens are known; prune in the prefill"

@@ -45,7 +45,7 @@ from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, cache_after, current
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
-from press_core.scope import ScopeState, Traits
+from press_core.scope import ScopeState
 from press_core.traits import Phase
 
 GIVEN = "given"
@@ -147,14 +147,14 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         _begin_context(scope, forward)
     else:
         _continue(scope, forward)
-    layers = pruned_layers(forward.cache)
+    layers, own = pruned_layers(forward.cache), forward.given.get(MASK)
     forward.given = with_counted_columns(forward, layers)
     forward.helps, given = needs_help(forward, layers), forward.given
     if forward.helps:
         note_masked(forward)
         forward.reading, given = one_mask(forward, scope.sites[0], layers)
         forward.helps = forward.reading is None
-    forward.notes[MADE] = given.get(MASK), forward.given.get(MASK)
+    forward.notes[MADE] = given.get(MASK), own
     _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
     return given
@@ -210,13 +210,8 @@ def _is_idle(forward: Forward) -> bool:
 def _begin_context(scope: ScopeState, forward: Forward) -> None:
     cache, press = forward.cache, scope.press
     scope.tally.n_contexts += 1
-    press.validate()  # fields may have changed since the scope opened
+    scope.check_fields()
     press.check_site(scope.sites[0])
-    if Traits.of(press) != scope.traits:
-        raise ScopeError(
-            f"what {type(press).__name__} reads, or when it acts, has changed since its scope was "
-            "opened, with its fields or a press in them; close the scope first, and open it again"
-        )
     if press.evicts.needs_attention and getattr(cache, "offloading", False):
         raise UnsupportedCacheError(
             f"{type(press).__name__} leaves a cache that attention reads in place, which an "
@@ -238,7 +233,10 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     traits, cache = scope.traits, forward.cache
     if not isinstance(cache, Cache):
         return
+    if traits.phases & (Phase.BEFORE_DECODER | Phase.BEFORE_DECODING):
+        forward.notes.pop(HIDDEN_CONTEXT, None)  # the press may have changed the mask
     if traits.phases & Phase.BEFORE_DECODING:
+        scope.check_fields()
         _prune_before(scope, forward)
     if not traits.counts_steps:
         return
@@ -246,6 +244,8 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     scope.remember(cache, scope.first, first, memory)
     n_steps, n_forwards = memory.ticks - FIRST, memory.all_ticks - FIRST
     if scope.acts_in_step(n_steps, forward.n_tokens):
+        if scope.press.is_due(n_steps, forward.n_tokens):
+            scope.check_fields()
         for site in scope.sites:  # before any layer gets tokens that others will not
             if site.layer_idx < len(cache.layers):  # a model may have run its first layers only
                 layer = known(cache, site.layer_idx)
@@ -261,7 +261,6 @@ def _prune_before(scope: ScopeState, forward: Forward) -> None:
     for site in scope.sites:
         prune_before(scope, forward, mask, site)
     need_masks_beside(forward.cache, scope.sites[0])
-    forward.notes.pop(HIDDEN_CONTEXT, None)  # layers have changed
     if is_of_slots and known(forward.cache, scope.first) is not first:
         forward.given = with_newest_columns(forward, n_filled)
 

@@ -125,10 +125,28 @@ class ScopeState:
         """Whether the scope takes part in forwards that begin now."""
         return self.key.is_open
 
+    def check_fields(self) -> None:
+        """Raise if fields of the press have changed for the worse since the scope was opened.
+
+        Raises:
+            PressError: with the field, or because other tokens would have to be observed.
+        """
+        self.press.validate()
+        if Traits.of(self.press) != self.traits:
+            raise ScopeError(
+                f"what {type(self.press).__name__} reads, or when it acts, has changed since its "
+                "scope was opened, with its fields or a press in them; close the scope first, and "
+                "open it again"
+            )
+
     def acts_in_step(self, n_steps: int, n_new: int) -> bool:
         """Whether the press acts in a decode step; see `Press.is_awaited`."""
-        traits = self.traits
-        return traits.remembers or self.press.is_awaited(n_steps, n_new, traits.buffered_tokens)
+        n_buffered = self.traits.buffered_tokens
+        try:
+            return self.traits.remembers or self.press.is_awaited(n_steps, n_new, n_buffered)
+        except TypeError:
+            self.check_fields()
+            raise
 
     def counted(self, cache: Any) -> tuple[PrunedLayer, Memory]:
         """The first layer that the press works on, and its memory with one more step counted."""

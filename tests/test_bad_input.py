@@ -21,7 +21,7 @@ from press_core import (
     prefill,
 )
 from tests.decoders import tiny_decoder
-from tests.presses import listed
+from tests.presses import TABLES, listed
 from tests.support import (
     PACKAGES,
     assert_refused,
@@ -102,6 +102,20 @@ def test_a_field_changed_for_the_worse(package, wrapped):
     press = package.ChunkPress(package.CriticalKVPress(inner)) if wrapped else inner
     inner.compression_ratio = 2.0
     assert_refused(press, build("llama"), HyperparameterError, r"compression_ratio=2.0")
+
+
+@both
+@pytest.mark.parametrize("changed", TABLES["changed_for_the_worse"], ids=str)
+def test_a_field_changed_for_the_worse_between_steps(package, changed):
+    """Checked again before any layer gets the tokens of a step that prunes."""
+    base, model, (name,) = package.SnapKVPress(window_size=4), build("llama"), changed
+    press = package.DecodingPress(base, compression_interval=2, target_size=12)
+    with press(model):
+        cache, _ = ran(model, None, [token_ids(1, 20)])
+        vars(base if hasattr(base, name) else press).update(changed)
+        with pytest.raises(PressError, match=f"{name}|has changed"):
+            ran(model, None, [token_ids(1, 1)] * 2, cache)
+    assert {int(n) for kept in kept_lengths(cache) for n in kept[0]} <= {20, 21}
 
 
 @both
@@ -229,8 +243,9 @@ def test_finch_knows_which_column_of_a_padded_batch_is_the_delimiter(package):
     finch = package.FinchPress(0.5, delimiter_token_id=DELIMITER)
     streaming = package.StreamingLLMDecodingPress(16)
     given = {"attention_mask": mask, "position_ids": positions}
-    with pytest.raises(UnsupportedInputError, match="outermost"):
-        ran(model, nested(streaming, finch), [ids], **given)
+    for whole_or_not in ({}, given):
+        with pytest.raises(UnsupportedInputError, match="outermost"):
+            ran(model, nested(streaming, finch), [ids], **whole_or_not)
     with nested(finch, streaming)(model):
         cache, _ = ran(model, None, [ids], **given)
         wide = torch.cat((mask, torch.ones_like(mask[:, :4])), dim=1)

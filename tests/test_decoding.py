@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from press_core import Needs, kept_lengths
+from experiments.testbed.recipes import DELIMITER
+from press_core import Needs, Phase, UnsupportedInputError, kept_lengths
 from tests.decoders import tiny_decoder
 from tests.presses import TABLES, listed
 from tests.slow import Whole
@@ -123,6 +124,28 @@ def test_presses_that_know_too_few_queries(package):
         assert all(set(wanted) <= set(head) for head in held(cache)[0][0])
 
 
+def test_queries_of_selected_keys_are_those_that_are_known(package):
+    """In a decode step, those of its own tokens."""
+    lengths = []
+
+    def see(call):
+        every = torch.arange(call.length).expand(*call.keys.shape[:2], -1)
+        torch.testing.assert_close(call.select(every).queries(), call.queries())
+        known = call.select(every[..., 5:-1]).queries(9)
+        torch.testing.assert_close(known, call.queries()[:, :, :-1])
+        older = call.select(every[..., :9])
+        for read in (older.queries, older.queries_before_rope):
+            with pytest.raises(UnsupportedInputError, match="latest 3 tokens only"):
+                read()
+        with pytest.raises(UnsupportedInputError, match="only those of 3 tokens"):
+            call.select(every).align_to_keys(call.keys[..., -3:, 0])
+        lengths.append(call.length)
+
+    press = package.KnormPress.collector(see, phases=Phase.DECODING)
+    ran(make(), press, forwards([20, 3]))
+    assert lengths == [23, 23]
+
+
 def _without_positions(_, args, given):
     return args, {**given, "position_ids": None}
 
@@ -200,13 +223,19 @@ def test_a_row_without_new_tokens_is_not_pruned_by_queries(package, name):
 
 
 @pytest.mark.parametrize("n_padding", [1, 3])  # positions go on over one that is not counted
-@pytest.mark.parametrize("name", ["rerotated", "streaming", "beside one that reads positions"])
+@pytest.mark.parametrize(
+    "name", ["rerotated", "streaming", "beside one that reads positions", "around Finch"]
+)
 def test_padding_in_a_later_turn(package, name, n_padding):
     """Each row decodes as it does alone, though a question of the batch was padded."""
     model, press = make(), package.StreamingLLMDecodingPress(16, 3, name == "rerotated")
     if name.startswith("beside"):
         press = nested(package.DecodingPress(package.LeverageScorePress(), 4, 12), press)
     context, question, *steps = forwards([20, 8, 1, 1, 1, 1, 1, 1], batch=2)
+    if name == "around Finch":
+        context[:, 12] = DELIMITER
+        finch = package.FinchPress(0.5, delimiter_token_id=DELIMITER)
+        press = nested(package.KnormPress(0.2), finch)
     cache, alone = DynamicCache(config=model.config), DynamicCache(config=model.config)
     mask = torch.ones(2, 0, dtype=torch.long)
     with press(model):

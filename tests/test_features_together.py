@@ -6,7 +6,14 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    StaticCache,
+)
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import hooks_impl
 import patch_impl
@@ -34,6 +41,7 @@ from tests.support import (
     Latest,
     build,
     filled,
+    forwards,
     in_parts,
     left_padded,
     nested,
@@ -335,16 +343,22 @@ def test_rotated_sinks_are_not_taken_for_others(package):
             ran(model, other, [token_ids(1, 1)], deepcopy(cache))
 
 
-def test_attention_that_is_set_between_steps_gets_its_masks(package):
+def test_attention_that_is_set_between_steps_gets_its_masks(package, monkeypatch):
+    """Also one of a user's own, registered with the masks of another."""
+    for interface, own in (
+        (AttentionInterface, eager_attention_forward),
+        (AttentionMaskInterface, eager_mask),
+    ):
+        monkeypatch.setitem(interface._global_mapping, "own", own)
     model, press = (
         build("llama", attn_implementation="sdpa"),
         package.PyramidKVPress(0.5, 4, beta=4),
     )
     cache, logits = filled(model, press, token_ids(1, 40)), []
-    for attention in ("sdpa", "eager"):
+    for attention in ("sdpa", "eager", "own"):
         model.set_attn_implementation(attention)
-        logits += ran(model, press, [token_ids(1, 1)], deepcopy(cache))[1]
-    torch.testing.assert_close(*logits)
+        logits.append(torch.cat(ran(model, press, forwards([1, 3]), deepcopy(cache))[1], dim=1))
+    torch.testing.assert_close([logits[0]] * 2, logits[1:])
 
 
 def test_a_refused_crop_leaves_rerotated_layers_of_unlike_lengths_usable(package):

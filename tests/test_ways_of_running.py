@@ -116,8 +116,9 @@ def test_a_prefill_in_chunks_is_pruned_as_one(package, name, chunk_size, padding
     cache, given = DynamicCache(config=model.config), {"attention_mask": mask} if padding else {}
     at_once = filled(model, press, ids, position_ids=positions, **given)
     embedded, embeddings = DynamicCache(), model.get_input_embeddings()(ids)
+    more = {"position_ids": positions} if chunk_size == 7 else {}
     with press(model):
-        logits = prefill(model, ids, cache, chunk_size, **given).logits[:, -1]
+        logits = prefill(model, ids, cache, chunk_size, **given, **more).logits[:, -1]
         model(inputs_embeds=embeddings, past_key_values=embedded, position_ids=positions, **given)
     expected = model(ids, position_ids=positions, **given).logits[:, -1]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
@@ -143,9 +144,12 @@ def test_generate_in_chunks_is_generate(package, chunk_size):
 def test_who_takes_a_context_in_one_forward_and_that_chunks_share_a_cache(package, name):
     model, cache = make(), DynamicCache()
     press, ids = example_for(package, name, 0.5, model), context_for(name, LENGTH)
-    for given, told in ((cache, "in one forward"), (None, "one cache")):
-        with press(model), pytest.raises(UnsupportedInputError, match=told):
-            prefill(model, ids, given, 25)
+    told = {"in one forward": (cache, 25), "one cache": (None, 25)}
+    told["to be empty"] = filled(model, None, token_ids(1, 2)), 25
+    told[r"\(B, S\)"] = cache, 25, torch.ones(1, 1, LENGTH, LENGTH)
+    for why, given in told.items():
+        with press(model), pytest.raises(UnsupportedInputError, match=why):
+            prefill(model, ids, *given)
     assert cache.get_seq_length() == 0
 
 

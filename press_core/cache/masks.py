@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from press_core.errors import UnsupportedInputError
 
@@ -228,18 +229,29 @@ def _sees(mask: BlockMask, queries: Tensor, keys: Tensor) -> Tensor:
     return seen.expand(batch, heads, len(queries), len(keys))
 
 
-def in_form(seen: Tensor, form: str, dtype: torch.dtype, n_heads: int) -> Any:
+def form_of(implementation: str) -> str:
+    """The attention implementation of `transformers` that takes masks in the form this one does.
+
+    Itself if it is one of them, or if a user has registered it with masks of another form.
+    """
+    known = ALL_MASK_ATTENTION_FUNCTIONS
+    alike = (name for name, masks in known.items() if masks is known.get(implementation))
+    return next(alike, implementation)
+
+
+def in_form(seen: Tensor, implementation: str, dtype: torch.dtype, n_heads: int) -> Any:
     """A mask in the form of an attention implementation.
 
     Args:
         seen: `(1 or B, 1 or H_kv or H, q, n)` bool.
-        form: name of the implementation.
+        implementation: its name.
         dtype: of the logits.
         n_heads: `H`.
 
     Raises:
         UnsupportedInputError: for flash attention, if heads differ.
     """
+    form = form_of(implementation)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(n_heads // seen.shape[1], dim=1)
     if form == "flex_attention":

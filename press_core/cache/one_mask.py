@@ -45,7 +45,7 @@ def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[Pruned
     A mask of one column is then broadcast over the logits of layers of any length.
     """
     mask = forward.given.get("attention_mask")
-    spread = site.attn_implementation == "eager" and site.signature.hands_on
+    spread = masks.form_of(site.attn_implementation) == "eager" and site.signature.hands_on
     spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
     is_2d = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     return spread and forward.n_tokens == 1 and is_2d and not masks.hides(mask)

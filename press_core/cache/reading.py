@@ -54,7 +54,7 @@ def _masks_one(forward: Forward) -> bool:
     """Whether the model's attention, which may have been set since, takes a mask for one token."""
     config = getattr(forward.decoder, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "sdpa"
-    return not implementation.startswith(("sdpa", "flash"))
+    return not masks.form_of(implementation).startswith(("sdpa", "flash"))
 
 
 def is_built_for_slots(forward: Forward) -> bool:
@@ -257,8 +257,8 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
     if heads > 1:  # H or H_kv
         old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
     seen = torch.cat([part.expand(batch, heads, q, -1) for part in (old, recent)], dim=-1)
-    form, dtype = site.attn_implementation, layer.keys.dtype
-    return seen if own else masks.in_form(seen, form, dtype, site.num_heads)
+    implementation, dtype = site.attn_implementation, layer.keys.dtype
+    return seen if own else masks.in_form(seen, implementation, dtype, site.num_heads)
 
 
 def _recent(forward: Forward, mask: Any, layer: PrunedLayer, n: int) -> Tensor:

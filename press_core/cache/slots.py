@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from press_core.cache.caches import as_pruned, mask_layer
-from press_core.cache.masks import part_of, visible_tokens
+from press_core.cache.masks import form_of, part_of, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Forward
@@ -66,7 +66,7 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
 def own_mask(layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
     """What to read a layer takes that the model's mask does not fit."""
     # Only these implementations of transformers take no mask for a single token.
-    unmasked = site.attn_implementation.startswith(("sdpa", "flash"))
+    unmasked = form_of(site.attn_implementation).startswith(("sdpa", "flash"))
     unmasked = unmasked and not site.signature.masks_one and layer.room is None
     return ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
 

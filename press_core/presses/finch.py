@@ -93,10 +93,9 @@ class Finch(RatioPress):
                     "generate a DynamicCache: for a static cache it makes masks of another shape"
                 )
             delimiters = self._delimiters(ids, mask)
-            around = [x for x in forward.entered if x.traits.phases & Phase.BEFORE_DECODING]
-            if around and mask is not None and not bool(mask.all()):
+            if any(x.traits.phases & Phase.BEFORE_DECODING for x in forward.entered):
                 raise UnsupportedInputError(
-                    "a scope around Finch's would prune padded rows by masks that still have a "
+                    "a scope around Finch's would prune by masks of later turns that still have a "
                     "column for the delimiter; open the scope of Finch outermost"
                 )
             forward.notes["questions"] = ids.shape[1] - 1 - delimiters

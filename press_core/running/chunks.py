@@ -57,28 +57,34 @@ def prefill(
         past_key_values: an empty `DynamicCache`.
         chunk_size: tokens of a chunk; the last one may be shorter.
         attention_mask: `(B, S)`, zero for padding.
-        kwargs: passed to every forward.
+        kwargs: passed to every forward; of `position_ids` `(..., S)` the part for its chunk.
 
     Returns:
         The output of the last forward.
 
     Raises:
         HyperparameterError: if `chunk_size` is not a whole number, 1 or more.
-        UnsupportedInputError: if `past_key_values` is None.
+        UnsupportedInputError: without an empty cache, or if the mask has other dimensions.
     """
     require_whole(1, chunk_size=chunk_size)
-    if past_key_values is None:
-        raise UnsupportedInputError("prefill puts all chunks into one cache; pass a DynamicCache()")
+    if past_key_values is None or int(past_key_values.get_seq_length()):
+        raise UnsupportedInputError(
+            "prefill puts all chunks of a context into one cache, which has to be empty; pass a "
+            "DynamicCache(), and bring later turns in one forward"
+        )
+    if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+        raise UnsupportedInputError("prefill cuts masks into chunks; pass one of shape (B, S)")
     output, length, cached = None, input_ids.shape[1], with_cache(model, past_key_values)
-    hides = attention_mask is not None and not bool(attention_mask.all())
+    positions = kwargs.pop("position_ids", None)
+    if positions is None and attention_mask is not None and not bool(attention_mask.all()):
+        positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
     for start in range(0, length, chunk_size):
         stop = min(start + chunk_size, length)
         given = dict(kwargs)
         if attention_mask is not None:
             given["attention_mask"] = attention_mask[:, :stop]
-            if hides:  # else the model takes positions by itself, which need not begin at 0
-                positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
-                given.setdefault("position_ids", positions[:, start:stop])
+        if positions is not None:  # else the model takes its own, which need not begin at 0
+            given["position_ids"] = positions[..., start:stop]
         before, _announced.n_remaining = _announced.n_remaining, length - stop
         try:
             output = model(input_ids[:, start:stop], **cached, **given)
