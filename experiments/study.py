@@ -179,7 +179,7 @@ class Options:
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Use the grids of the committed results, which take about 90 minutes."
+            "--full", help="Use the grids of the committed results, which take about an hour."
         ),
     ] = False
     overwrite: Annotated[

@@ -74,7 +74,7 @@ class ContextAnswerer:
         questions: Questions = None,
         *,
         press: InstalledPress | None = None,
-        answer_prefix: str | Sequence[str] = "",
+        answer_prefix: str | Sequence[str] | None = None,
         compress_questions: bool = False,
         cache: Any = None,
         max_context_length: int | None = None,
@@ -95,7 +95,7 @@ class ContextAnswerer:
             questions: one list for all contexts, or a list for each. Every question is asked
                 separately on the same compressed cache. None, or an empty question: the model
                 continues the context.
-            answer_prefix: beginning of all answers, or a list with one for each context.
+            answer_prefix: beginning of all answers, or a list with one for each context; or None.
             press: a press of either package; None: nothing is compressed. For a `SavedContext`: the
                 press that compressed it if that acts while decoding, else None.
             compress_questions: compress context and question together, for each question anew. If
@@ -127,7 +127,7 @@ class ContextAnswerer:
             heads = self._heads(contexts, reading)
             rows = [ids for ids, _ in heads]
             opened = compressed(self.model, rows, press, self._pad_id(rows), cache)
-        prompts = self._prompts(heads, questions, answer_prefix)
+        prompts = self._prompts(heads, questions, "" if answer_prefix is None else answer_prefix)
         if together:
             return self._together(prompts, press, cache, options)
         with opened as state:

@@ -162,6 +162,8 @@ def run_cell(settings: Settings, cell: Cell) -> Result:
         torch.set_num_threads(settings.threads)
     model, tokenizer = loaded(settings)
     samples, press = _samples(cell.dataset, settings), cell.make(settings.seed)
+    if isinstance(samples, UserError):
+        raise samples
     answerer = ContextAnswerer(model, tokenizer)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
@@ -212,8 +214,12 @@ def loaded(settings: Settings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 
 
 @lru_cache(maxsize=4)
-def _samples(dataset: str, settings: Settings) -> list[Sample]:
-    return load(dataset, settings, loaded(settings)[1])
+def _samples(dataset: str, settings: Settings) -> list[Sample] | UserError:
+    """The samples, or why there are none: what cannot be loaded is not tried for every cell."""
+    try:
+        return load(dataset, settings, loaded(settings)[1])
+    except UserError as error:
+        return error
 
 
 def _batches(samples: list[Sample], size: int) -> Iterator[list[list[Sample]]]:

@@ -27,7 +27,7 @@ from experiments.framework.tables import ResultTable
 
 def sweep(
     settings: Settings, store: Store, console: Console, **ray: Any
-) -> tuple[pd.DataFrame, dict[Cell, str]]:
+) -> tuple[pd.DataFrame, dict[str, list[Cell]]]:
     """Run the cells of `settings` that `store` does not hold yet, and save each.
 
     Args:
@@ -35,7 +35,7 @@ def sweep(
         ray: arguments of `on_ray`; none: cells run one after the other in this process.
 
     Returns:
-        The results of all cells in the store, and the reasons of cells that failed.
+        The results of all cells in the store, and by reason the cells that failed.
     """
     cells = plan(settings)
     finished = store.finished()
@@ -43,15 +43,16 @@ def sweep(
     if len(waiting) < len(cells):
         console.print(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     if waiting and not ray:
-        loaded(settings)  # once, so that an error is not repeated for every cell
+        with console.status(f"loading {settings.model}"):
+            loaded(settings)  # once, so that an error is not repeated for every cell
     run = partial(run_cell, settings)
     outcomes = on_ray(waiting, run, **ray) if ray else serial(waiting, run)
-    failures = {}
+    failures: dict[str, list[Cell]] = {}
     try:
         with Progress(console=console, transient=True) as progress:
             for cell, outcome in shown(outcomes, len(waiting), progress):
                 if isinstance(outcome, Failure):
-                    failures[cell] = outcome.reason
+                    failures.setdefault(outcome.reason, []).append(cell)
                 else:
                     store.save(outcome)
     finally:  # after an interrupt, too
@@ -61,10 +62,12 @@ def sweep(
 
 def shown(outcomes: Outcomes, total: int, progress: Progress) -> Outcomes:
     """Yield the outcomes, with a progress bar and a printed line for each."""
+    known = set[str]()
     for cell, outcome in progress.track(outcomes, total=total, description="cells"):
         yield cell, outcome
         if isinstance(outcome, Failure):
-            text = outcome.reason
+            text = "no result, as above" if outcome.reason in known else outcome.reason
+            known.add(outcome.reason)
         else:
             row = outcome.summary()
             score = "not scored, " if row["score"] is None else f"{row['score']:.1%} of "
@@ -128,8 +131,8 @@ def _sweep(
         raise typer.Exit(1)
 
 
-def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[Any, str]:
-    """Run the sweep and print its table; returns the reasons of cells that failed."""
+def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[str, list[Cell]]:
+    """Run the sweep and print its table; returns by reason the cells that failed."""
     console, store = Console(stderr=True), Store(output, setup_of(settings))
     try:
         results, failures = sweep(settings, store, console, **ray)
@@ -137,8 +140,9 @@ def _run(settings: Settings, output: Path, ray: dict[str, Any]) -> dict[Any, str
         console.print(f"interrupted; the same command continues with what is in {output}")
         raise typer.Exit(130) from None
     Console().print(_results(results))
-    for cell, reason in failures.items():
-        console.print(f"no result: {_named(cell)}: {reason}", markup=False)
+    for reason, (first, *others) in failures.items():
+        more = f" and {len(others)} more" if others else ""
+        console.print(f"no result: {_named(first)}{more}: {reason}", markup=False)
     return failures
 
 

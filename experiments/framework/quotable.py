@@ -116,9 +116,9 @@ def quotable(parts: Sequence[Part]) -> ResultTable | None:
         else ""
     )
     note = (
-        "Presses with measured accuracy, by it. `unseen` and `seen` are shares of right answers "
-        "to questions that the press did not see, and saw; `pipeline` that through the pipeline "
-        f"(mean of its tasks; presses with their default windows there). {times}"
+        "Presses with measured accuracy, by share evicted and accuracy. `unseen` and `seen` are "
+        "shares of right answers to questions that the press did not see, and saw; `pipeline` that "
+        f"through the pipeline (mean of its tasks; presses with their default windows). {times}"
         "The logit error is the largest against the full cache. "
         f"{ON_FRONTIER} is on the Pareto frontier of the rows with bytes measured: none of these "
         f"answers more unseen questions, to 1%, from as few bytes. {MISSING} means not measured."

@@ -95,7 +95,8 @@ def some_of(known: Any) -> Any:
     return typer.Option(help=text, show_default="all", callback=one_of(known))
 
 
-Family = Annotated[str, typer.Option(help="Architecture of the models.", callback=one_of(FAMILIES))]
+OF_FAMILY = typer.Option(help="Architecture of a small random model.", callback=one_of(FAMILIES))
+Family = Annotated[str, OF_FAMILY]
 """A field of options."""
 
 

@@ -77,8 +77,7 @@ class Evaluate(Experiment[Settings]):
     def measure(self, options: Settings, progress: Progress) -> Tables:
         cells = plan(options)
         rows = []
-        outcomes = serial(cells, partial(run_cell, options))
-        for cell, outcome in shown(outcomes, len(cells), progress):
+        for cell, outcome in shown(serial(cells, partial(run_cell, options)), len(cells), progress):
             if isinstance(outcome, Failure):
                 raise RuntimeError(f"{cell}: {outcome.reason}")
             rows.append(outcome.summary() | _words(outcome.predictions))

@@ -202,14 +202,14 @@ class Streaming(Experiment[Options]):
 
     A text is decoded token by token through four caches: a full one, one that keeps the last
     tokens, and two that also keep the first tokens (attention sinks), at original and at in-cache
-    positions. The full one grows, and is streamed only to four times the trained length. Losses are
-    compared, stretch by stretch, with a window that is recomputed for its queries and begins with
-    the first token of the text; they see three quarters of it or more, and bounded caches all of
-    it, so what is lost may be a little more. A cache breaks if the 95% interval of its additional
-    loss is above 0.1 nats per token, which is a perplexity about a tenth higher. How much a window
-    without sinks loses depends on the attention that heads pay to the first token: stdlib-neox-sink
-    was trained to pay it (see its model card), and a model without an attention sink loses next to
-    nothing.
+    positions. The full one grows, and is streamed only to four times the trained length, so its
+    pace rests on a few stretches. Losses are compared, stretch by stretch, with a window that is
+    recomputed for its queries and begins with the first token of the text; they see three quarters
+    of it or more, and bounded caches all of it, so what is lost may be a little more. A cache
+    breaks if the 95% interval of its additional loss is above 0.1 nats per token, which is a
+    perplexity about a tenth higher. How much a window without sinks loses depends on the attention
+    that heads pay to the first token: stdlib-neox-sink was trained to pay it (see its model card),
+    and a model without an attention sink loses next to nothing.
     """
 
     name = "streaming"

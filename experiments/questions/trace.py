@@ -8,7 +8,7 @@ decoder, and of presses that score. The number of keys in the cache is read arou
 import inspect
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from types import CodeType, FrameType
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 import attention_patch.scope
 import hooks_impl.mechanism
 import patch_impl.mechanism
-from experiments import data_of
+from experiments import UserError, data_of
 from experiments.framework import shared
 from experiments.framework.experiment import Evidence, Experiment, Finding, Tables
 from experiments.framework.options import Device, Dtype
@@ -30,8 +30,9 @@ from experiments.framework.own_model import OwnModel, Planned
 from experiments.framework.plots import press_label
 from experiments.framework.tables import ResultTable
 from experiments.loading import load_model, short_name
+from experiments.mechanisms.scenarios import OF_FAMILY
 from experiments.testbed.compare import Inputs, PressPair
-from experiments.testbed.families import FAMILIES, build
+from experiments.testbed.families import build
 from experiments.testbed.recipes import DELIMITER, press_name, suited_pair
 from press_core import AttentionSite, attention_sites, kept_lengths
 from press_core.presses.finch import Finch
@@ -57,6 +58,8 @@ class Options:
     decode: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 1
     dtype: Dtype = "float32"
     device: Device = "cpu"
+    # Not in the repr, by which a study compares options: no study traces a family.
+    family: Annotated[str | None, OF_FAMILY] = field(default=None, repr=False)
 
 
 # ---- recording -----------------------------------------------------------------------------------
@@ -206,12 +209,6 @@ def _event_table(trace: pd.DataFrame) -> ResultTable:
     return ResultTable(note, ["", "hooks", "patches"], lines, left=None)
 
 
-def _model(name: str, dtype: str, device: str) -> PreTrainedModel:
-    if name not in FAMILIES:
-        return load_model(name, dtype=dtype, device=device)[0]
-    return build(name).to(torch.device(device), getattr(torch, dtype))
-
-
 class Trace(Experiment[Options]):
     """Trace one forward step by step, hook and patch side by side.
 
@@ -221,7 +218,7 @@ class Trace(Experiment[Options]):
     wrappers and scores, and the number of keys in the cache is read around each call. Events are
     listed by layer, and in each layer in the order in which they happen. Other presses act at
     other moments: `--press` traces any of them. The profiler slows everything down, so the trace
-    says nothing about time. A family, as in `--model llama`, is built small, with random weights.
+    says nothing about time. `--family` traces a small random model instead.
     """
 
     name = "trace"
@@ -235,12 +232,16 @@ class Trace(Experiment[Options]):
         return Planned(options, 2 * length, 2 * options.decode, seconds=1)
 
     def measure(self, options: Options, progress: Progress) -> Tables:
+        if options.family and options.model != Options.model:
+            raise UserError("give either --model or --family, not both")
         name = press_name(options.press)
         progress.add_task(self.name, total=None)
-        model = _model(options.model, options.dtype, options.device)
+        how: Any = {"dtype": getattr(torch, options.dtype), "device": torch.device(options.device)}
+        of_family = options.family and build(options.family).to(**how)
+        model = of_family or load_model(options.model, **how)[0]
         presses = suited_pair(name, options.ratio, options.length, model)
         events = trace(model, presses, length=options.length, decode=options.decode)
-        called = short_name(options.model)
+        called = options.family or short_name(options.model)
         return {"trace": events.assign(model=called, press=name, ratio=options.ratio)}
 
     def findings(self, tables: Tables) -> list[Finding]:

@@ -112,10 +112,11 @@ def test_the_command(tmp_path):
 
 def test_the_command_reads_a_file_and_tells_failures(tmp_path):
     (tmp_path / "sweep.yaml").write_text(
-        "press: PerLayerCompressionPress(KnormPress(), [ratio])\nratio: [0.5]\nmechanism: hook\n"
+        "press: PerLayerCompressionPress(KnormPress(), [ratio])\nratio: [0.5]\n"
     )
     result = call("--config", tmp_path / "sweep.yaml", "--output", tmp_path / "out", status=1)
-    assert "no result: facts/single@48  PerLayerCompressionPress" in result.output
+    told = " ".join(result.output.split()).partition("no result: facts/single@48 PerLayerComp")[2]
+    assert "hook and 1 more: Hyper" in told
 
 
 def test_the_command_has_a_flag_for_every_setting(tmp_path):

@@ -98,7 +98,7 @@ def test_a_budget_is_kept_of_every_context(model, answerer, package, together):
     """Of each row of a padded batch, by presses told a ratio, a number, or how much to keep."""
     _, texts = facts(2)
     contexts, questions = uneven(texts), [text.questions[:2] for text in texts]
-    options = {"compress_questions": together, "max_new_tokens": 1}
+    options = {"compress_questions": together, "max_new_tokens": 1, "answer_prefix": None}
     for name in ("snapkv", "adakv", "finch"):
         given, cache = PRESSES[name](package).with_budget(20), DynamicCache(config=model.config)
         answerer(contexts, questions, press=given, cache=cache, **options)

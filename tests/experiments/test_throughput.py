@@ -210,7 +210,7 @@ def test_findings_are_read_off_the_tables():
     presses = ["KnormPress", "SnapKVPress", "DecodingPress", "AdaKVPress"]
     inside = {"press": presses, "decoded": [0, 0, 4, 16], "ratio": [0.5, 2, 0.3, 0.1]}
     tables = {
-        "throughput": told(),
+        "throughput": pd.concat([told(), told(bytes=1e9, speed=9.0)]),  # one that evicts nothing
         "throughput_first": pd.concat([first, slow]),
         "throughput_fits": fits,
         "throughput_kvpress": pd.DataFrame(inside),

@@ -172,12 +172,13 @@ def _found(name: str, table: pd.DataFrame) -> Finding:
     """On how many decoders presses are right, with the installed or the oldest transformers."""
     reached, wrong = reach(table), int(table["bad"].sum())
     presses = reached[reached["press"] != "nothing evicted"]
-    reaches = presses.groupby(presses["type"].str.split(" (", regex=False).str[0])["reach"].agg(set)
+    kinds = presses["type"].str.split(" (", regex=False).str[0]
+    right = (presses["reach"] == BOTH).groupby([kinds, presses["press"]]).all().unstack()
     counts = {
-        "n": presses["press"].nunique(),
-        "every": sum(found == {BOTH} for found in reaches),
-        "some": sum(BOTH in found for found in reaches),
-        "of": len(reaches),
+        "n": right.shape[1],
+        "every": right.all(axis=1).sum(),
+        "some": right.any(axis=1).sum(),
+        "of": len(right),
         "wrong": wrong,
         "cells": table["cells"].sum(),
     }

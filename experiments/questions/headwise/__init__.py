@@ -26,7 +26,7 @@ from experiments.framework import shared
 from experiments.framework.experiment import Claim, Contrast, Evidence, Experiment, Finding, Tables
 from experiments.framework.frames import wide_table
 from experiments.framework.intervals import METHOD, bracket, bracketed, written
-from experiments.framework.options import Device, Dtype, one_of, several
+from experiments.framework.options import Device, Dtype, at_least, one_of, several
 from experiments.framework.own_model import SMALL, LeftOutError, OwnModel, Planned
 from experiments.framework.plots import ratio_figure
 from experiments.framework.tables import ResultTable
@@ -75,7 +75,7 @@ class Options:
     context: shared.Words = Task.context
     facts: shared.Facts = Task.facts
     contexts: Annotated[
-        tuple[int, ...], typer.Option(min=64, help="Tokens in the timed cache. Repeatable.")
+        tuple[int, ...], several(int, "Tokens in the timed cache.", at_least(64))
     ] = (1024, 4096, 16384)
     rounds: shared.Rounds = 11
     family: Annotated[

@@ -117,17 +117,17 @@ class Throughput(Experiment[Options]):
     throughout. Conditions take turns, and each is divided by the model without a press in the same
     round; kvpress is timed and divided in its own interpreter, with an older transformers. Speed is
     quoted of the faster of the presses (by default SnapKV and AdaKV, with hooks) at the longest
-    context, and what fits of the press with which most does. Presses are counted by their time to
+    context, and what fits of a press with which most does. Presses are counted by their time to
     first token, with hooks, if they evict before it, and it counts as kept if by the upper ends of
     intervals more than half are within 1.10; bytes of up to 1.10 times what a ratio leaves count as
     freed. Time to first token begins when the scope is open. Time inside a press, of one for each
-    kind of computation, is that of its hooks around two stand-in layers; where heads keep different
-    tokens, kvpress evicts nothing in a prefill and masks in every later step, so the table also has
-    rows with tokens decoded. Memory is the peak of a process beyond the loaded model, with a new
-    process for each answer, or on a GPU the peak of torch's allocator; the longest context is
-    bisected to within a sixteenth of it. The models are small: in a larger model the cache is a
-    larger share of a decode step, so eviction saves more, and the press's own work is a smaller
-    share. Tokens per second of one machine do not generalize; the ratios do so better.
+    kind of computation whatever `--press` says, is that of its hooks around two stand-in layers;
+    where heads keep different tokens, kvpress evicts nothing in a prefill and masks in every later
+    step, so the table also has rows with tokens decoded. Memory is the peak of a process beyond the
+    loaded model, with a new process for each answer, or on a GPU the peak of torch's allocator; the
+    longest context is bisected to within a sixteenth of it. The models are small: in a larger model
+    the cache is a larger share of a decode step, so eviction saves more, and the press's own work
+    is a smaller share. Tokens per second of one machine do not generalize; the ratios do so better.
     """
 
     name = "throughput"
@@ -217,6 +217,8 @@ def measure_speed(options: Options, progress: Progress) -> pd.DataFrame:
             row["predicted"] = cache_bytes(model, row["batch"] * row["context"], condition)
         if "predicted" in row and options.memory:
             row["peak"] = peak_of(spec, condition, row["context"], row["batch"], options.tokens)
+            if row["peak"] is None:
+                shared.print_left_out(progress, f"memory of {row['press']}", "its process ended")
     options = replace(options, device=spec.device)  # "auto" may differ in the other interpreter
     return with_kvpress.joined_by_kvpress(pd.DataFrame(rows), options, progress, __name__)
 
