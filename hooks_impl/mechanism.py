@@ -84,10 +84,6 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
     token independently; declare `independent = False` if a score depends on other tokens.
     """
 
-    @property
-    def independent(self) -> bool:
-        return True
-
 
 class Collector(Collecting, BasePress): ...
 

@@ -92,10 +92,6 @@ class ScorerPress(RatioPress, TokenScorer, BasePress):
     score depends on other tokens.
     """
 
-    @property
-    def independent(self) -> bool:
-        return True
-
 
 class Collector(Collecting, BasePress): ...
 

@@ -26,6 +26,7 @@ from press_core.cache.caches import (
     pruned_layers,
     put_back_reset,
 )
+from press_core.cache.given import frames_from
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
@@ -184,10 +185,8 @@ def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
 
 def _lasting_frame() -> FrameType | None:
     """The stack frame of this thread that lives as long as the entering forward, if any."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name not in ("_call_impl", "around_decoder"):
-        frame = frame.f_back
-    return frame
+    callers, last = frames_from(sys._getframe(2)), ("_call_impl", "around_decoder")
+    return next((frame for frame in callers if frame.f_code.co_name in last), None)
 
 
 def _joined(scope: ScopeState, given: Arguments) -> Forward:
@@ -231,8 +230,6 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
 def _continue(scope: ScopeState, forward: Forward) -> None:
     """Count a forward over a filled cache, and decide whether the press acts in it."""
     traits, cache = scope.traits, forward.cache
-    if not isinstance(cache, Cache):
-        return
     if traits.phases & (Phase.BEFORE_DECODER | Phase.BEFORE_DECODING):
         forward.notes.pop(HIDDEN_CONTEXT, None)  # the press may have changed the mask
     if traits.phases & Phase.BEFORE_DECODING:

@@ -130,8 +130,7 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
             require(press, declared.name, fits, f"{allowed}, not a {type(value).__name__}")
         if get_origin(annotation) is Literal:
             values = get_args(annotation)
-            fits = isinstance(value, str) and value in values
-            require(press, declared.name, fits, f"one of {', '.join(map(str, values))}")
+            require(press, declared.name, value in values, f"one of {', '.join(map(str, values))}")
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)

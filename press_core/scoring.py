@@ -61,12 +61,13 @@ class TokenScorer(BudgetPress):
     """A press that gives each token a score and keeps the best.
 
     Attributes:
-        independent: class attribute; whether a token's score does not depend on other tokens.
+        independent: class attribute; whether a token's score does not depend on other tokens, as
+            is assumed of a user's class.
     """
 
     @property
     def independent(self) -> bool:
-        return False
+        return True
 
     def score(self, call: AttentionCall) -> Tensor:
         """The formula: scores `(B, H_kv, S)`, floating point, higher is better."""
@@ -102,7 +103,7 @@ class TokenScorer(BudgetPress):
 class RatioScorer(RatioPress, TokenScorer):
     """Keeps, per KV head, the `n = max(1, int(S * (1 - compression_ratio)))` best-scored tokens."""
 
-    independent = False  # overrides the default of a mechanism's ScorerPress
+    independent = False
 
 
 # ---- presses made of presses ---------------------------------------------------------------------

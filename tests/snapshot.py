@@ -7,13 +7,6 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_module_registration_hooks",
-)
-
 
 def snapshot(model):
     """Everything reachable from `model` that a hook or a patch could change, by identity."""
@@ -34,8 +27,9 @@ def snapshot(model):
             _identity(registry._local_mapping),
             _identity(registry._global_mapping),
         )
-    for name in _GLOBAL_HOOKS:
-        state[name] = _identity(getattr(torch.nn.modules.module, name))
+    for name, value in vars(torch.nn.modules.module).items():
+        if name.startswith("_global"):  # hooks of all modules
+            state[name] = _identity(value)
     return state
 
 

@@ -260,9 +260,9 @@ def test_finch_takes_its_delimiter_out_of_masks_of_two_dimensions(package):
     causal = torch.ones(48, 48, dtype=torch.bool).tril()[None, None]
     with press(model), pytest.raises(UnsupportedInputError, match="2-d"):
         model(ids, attention_mask=causal, past_key_values=DynamicCache())
-    for dtype in (torch.long, torch.bool):
+    for dtype, own in ((torch.long, press), (torch.bool, package.ComposedPress([press]))):
         cache, mask = DynamicCache(config=model.config), torch.ones(1, 50, dtype=dtype)
-        with press(model):
+        with own(model):
             model(ids, attention_mask=mask[:, :48], past_key_values=cache)
             held.append(model(ids[:, :2], attention_mask=mask, past_key_values=cache).logits)
     assert torch.equal(*held)

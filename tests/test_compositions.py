@@ -117,6 +117,7 @@ def test_ratios_of_composed_presses_multiply(package):
     press = package.ComposedPress(inner)
     assert press.compression_ratio == pytest.approx(1 - 0.5 * 0.8 * 0.25)
     assert package.ComposedPress([package.ThinKPress(0.5)]).compression_ratio == 0.25
+    assert package.PerLayerCompressionPress(inner[0], [0.5, 0.25]).compression_ratio == 0.375
     snapkv, think = package.SnapKVPress(0.5), package.ThinKPress(0.5)
     assert package.ComposedPress([think, inner[0]]).keeps(100) == 50
     assert package.KeyRerotationPress(package.ComposedPress([inner[0], snapkv])).keeps(100) == 50
@@ -130,6 +131,7 @@ def test_the_ratio_of_a_composition_can_be_set(package, make_press):
     """Of the press itself; none that it was made of changes."""
     inner, ids = package.KnormPress(0.5), token_ids(1, 50)
     press, model = make_press(package, inner=inner), make(num_layers=1)
+    press.compression_ratio = 0.9
     filled(model, press, ids)
     press.compression_ratio = 0.36
     assert press.compression_ratio == pytest.approx(0.36)

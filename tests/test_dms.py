@@ -135,11 +135,15 @@ def of_ones_own(package, **declared):
 
 @both
 def test_new_tokens_are_judged_by_a_score_of_ones_own(package):
-    model, kept = build("llama", num_layers=2), []
+    model, kept, (context, *steps) = build("llama"), [], forwards([30] + [1] * 12, batch=2)
     for inner in (of_ones_own(package), package.KnormPress()):
         press = package.DMSPress(inner, -4.0, sliding_window_size=6, decoding=True)
-        cache, _ = ran(model, press, forwards([30] + [1] * 12, batch=2))
+        cache, outer = filled(model, press, context), press if kept else inner
+        with outer(model):
+            ran(model, press, steps, cache)
         kept.append(torch.stack(kept_lengths(cache)))
+    with pytest.raises(PressError, match="no press can prune again"):
+        ran(model, package.H2OPress(0.5), steps, cache)
     assert torch.equal(*kept)
     assert kept[0].unique().numel() > 1
     assert int(kept[0].min()) < 36  # of those that came one by one, some are gone
@@ -150,7 +154,8 @@ def test_new_tokens_are_judged_by_a_score_of_ones_own(package):
 def test_one_token_is_not_judged_by_a_comparison(package, name):
     press, refused = getattr(package, name)(), "independently"
     package.DMSPress(press, 0.0)
-    for inner in (press, package.CriticalKVPress(press), of_ones_own(package, independent=False)):
+    weighing = package.CriticalKVPress(press, first_stage_ratio=0.0)
+    for inner in (press, weighing, of_ones_own(package, independent=False)):
         with pytest.raises(HyperparameterError, match=refused):
             package.DMSPress(inner, 0.0, decoding=True)
     weighing = package.CriticalKVPress(package.KnormPress(), first_stage_ratio=0.0)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import hooks_impl
 from experiments.cli import app
+from tests.presses import TABLES
 from tests.support import PLAIN
 
 ROOT = Path(__file__).parent.parent
@@ -79,13 +80,7 @@ def test_adding_a_press(checkout):
     assert "equal" in done.stdout.rpartition(" passed")[2]
 
 
-PAGES = (
-    *("../README", "index", "mechanisms", "running", "presses", "headwise", "auditing"),
-    *("evaluation", "saved-caches", "sweeps", "migration"),
-)
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", TABLES["pages"])
 def test_pages_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     """The code of a page, from top to bottom; a block without a language is what it prints."""
     monkeypatch.chdir(tmp_path)

@@ -215,6 +215,8 @@ def test_a_press_that_says_nothing_of_a_ratio_may_evict_anything():
     model, ids = build("llama"), token_ids(1, 20)
     with pytest.raises(UnsupportedInputError, match="draft tokens"), Half()(model):
         model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)
+    with patch_impl.BasePress.collector(lambda call: None)(model):
+        model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4)  # which evicts nothing
     cache = filled(model, None, ids)
     with pytest.warns(RuntimeWarning, match="evicted nothing"), Half()(model):
         model(ids[:, :1], past_key_values=cache)

@@ -6,18 +6,13 @@ import transformers
 from transformers import DynamicCache
 
 from press_core import UnsupportedModelError, kept_lengths
+from tests.presses import TABLES
 from tests.support import assert_refused, both, left_padded, token_ids
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "Gemma4ForCausalLM"), reason="this transformers has no Gemma-4"
 )
 LENGTH, ASKED = 30, {"max_new_tokens": 4, "do_sample": False}
-
-VARIANTS = {
-    "shared": {"num_kv_shared_layers": 6},
-    "keys are values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
-}
-VARIANTS["both"] = VARIANTS["shared"] | VARIANTS["keys are values"]
 
 
 def build(variant, attention):
@@ -26,7 +21,7 @@ def build(variant, attention):
         hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         global_head_dim=16, num_hidden_layers=12, intermediate_size=32, vocab_size=128,
         vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, sliding_window=8,
-        **{"num_kv_shared_layers": 0, **VARIANTS[variant]},
+        **{"num_kv_shared_layers": 0, **TABLES["gemma4"][variant]},
     )  # fmt: skip
     config._attn_implementation = attention
     return transformers.Gemma4ForCausalLM(config).eval()
@@ -43,7 +38,7 @@ def decoded(model, press):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TABLES["gemma4"])
 def test_generate(package, variant, attention):
     model = build(variant, attention)
     held, tokens = decoded(model, package.SnapKVPress(0.5, window_size=4))

@@ -46,7 +46,7 @@ prefilling_ways = pytest.mark.parametrize(
 def press_of(package, name, model):
     if name in EXTRA:
         return EXTRA[name](package)
-    made_of, fields = OPTIONS.get(name, (name, {}))
+    made_of, fields = TABLES["options"].get(name, (name, {}))
     return replace(example_for(package, made_of, 0.5, model), **fields)
 
 
@@ -108,6 +108,19 @@ def test_generate_in_a_padded_batch_is_what_forwards_of_each_row_are(package, na
                 by_hand.append(int(new))
             assert batch[row, -5:].tolist() == by_hand
     assert repr(press) == before
+
+
+def test_generate_skips_what_a_padded_batch_with_turned_keys_has_seen(package):
+    """Of the most recent tokens alone all distances stay, so that nothing else changes."""
+    model, (ids, mask, positions), found = make(), left_padded(2, LENGTH, [7, 0]), []
+    given = {"attention_mask": mask[:, :20], "position_ids": positions[:, :20]}
+    more = {"attention_mask": mask, "max_new_tokens": 4, **GREEDY}
+    recent = package.StreamingLLMPress(0.5, n_sink=0)
+    for press in (recent, package.KeyRerotationPress(recent)):
+        cache = filled(model, press, ids[:, :20], **given)
+        with press(model):
+            found.append(model.generate(ids, past_key_values=cache, **more))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("rerotate_keys", [True, False])

@@ -39,15 +39,18 @@ def run(model, ids, cache):
     return model(input_ids=ids, past_key_values=cache, **image_inputs(model, ids)).logits
 
 
-def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package):
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package, ratio):
     """Hooks and patches alike, in the same scope; without one nobody may read such a cache."""
     model, cache = in_3d(), DynamicCache()
-    press = package.KeyRerotationPress(package.KnormPress(0.5))
+    press = package.KeyRerotationPress(package.KnormPress(ratio))
     with press(model):
         run(model, context(model), cache)
         run(model, token_ids(1, 3) % 90, cache)
     for layer in cache.layers:
-        assert layer.all_rotary_positions()[0, 0].tolist() == list(range(N // 2 + 3))
+        assert layer.all_rotary_positions()[0, 0].tolist() == list(
+            range(round(N * (1 - ratio)) + 3)
+        )
     with pytest.raises(ScopeError, match="positions"):
         run(model, token_ids(1, 1) % 90, cache)
 
@@ -134,18 +137,26 @@ def test_generate_with_an_image(package, name):
 
 @pytest.mark.parametrize("name", ["paligemma", "gemma3"])
 @pytest.mark.parametrize("block", [1, 5, 100])
+@pytest.mark.usefixtures("not_compiled")
 def test_attention_of_images_is_that_of_the_model(package, name, block, monkeypatch):
     """Weights that are computed again, in blocks, are those that eager attention returns."""
     monkeypatch.setitem(NUMBERS, "cpu", block * 4 * N)
     model, received = tiny(name), []
-    reading = package.BasePress.collector(
-        lambda call: received.append(received_attention(call)), reads=Needs.QUERIES
-    )
+
+    def read(call):
+        received.append(received_attention(call))
+        chosen = call.select(torch.arange(call.length).expand(call.keys.shape[:3]))
+        torch.testing.assert_close(received_attention(chosen), received[-1], rtol=0, atol=1e-5)
+
+    reading = package.BasePress.collector(read, reads=Needs.QUERIES)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         with reading(model):
             run(model, context(model), DynamicCache())
     torch.testing.assert_close(*torch.stack(received).chunk(2), rtol=0, atol=1e-5)
+    model.set_attn_implementation("flex_attention")
+    with reading(model), pytest.raises(UnsupportedInputError, match="under flex attention"):
+        run(model, context(model), DynamicCache())
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])

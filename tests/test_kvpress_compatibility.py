@@ -62,7 +62,9 @@ def test_a_press_that_does_not_say_what_it_kept_is_refused_where_that_matters():
     with KnormPress(0.5)(model), pytest.raises(UnsupportedInputError, match="inner scope"):
         filled(model, Halving(), ids)
     with Halving(spares_the_last=True)(model):
-        cache = filled(model, KnormPress(0.5), ids)
+        cache, seen = filled(model, KnormPress(0.5), ids), torch.cat((mask, mask[:, -1:]), dim=1)
+        with pytest.raises(UnsupportedInputError, match="hides tokens of a context"):
+            model(ids[:, :1], past_key_values=cache, attention_mask=seen)
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [8, 15]
 
 
@@ -124,7 +126,7 @@ class HiddenNormPress(ScorerPress):
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         assert hidden_states.shape[1] == keys.shape[2]
-        assert module.layer_idx >= 0
+        assert {module: module.layer_idx}[module] >= 0
         assert attentions is None
         assert "position_embeddings" in kwargs
         self.scored = hidden_states.norm(dim=-1)[:, None] * keys.norm(dim=-1)
@@ -147,6 +149,7 @@ def test_blocks_hand_a_scorer_the_hidden_states_of_its_keys():
                 kept = sorted(sorted(candidates, key=lambda t: -scores[row][head][t])[:n])
             assert found[row][head] == kept
     assert found[0][0] != found[0][1]
+    filled(build("gpt2"), BlockPress(NegativeNormPress(0.5), block_size=8), ids)  # without RoPE
 
 
 @pytest.mark.parametrize(("text", "kept"), TABLES["plain_tensors"])
@@ -211,18 +214,18 @@ def test_compress_outside_of_any_scope(make_press):
     cache, whole = filled(model, press, ids), filled(model, None, ids)
     attention = model.model.layers[0].self_attn
     keys, values = whole.layers[0].keys, whole.layers[0].values
-    given = attention, torch.zeros(2, 40, 64), keys, values, None, None  # there may be no kwargs
-    left = press.compress(*given)
+    given = {"hidden_states": torch.zeros(2, 40, 64), "keys": keys, "values": values}
+    given |= {"attentions": None, "kwargs": None}  # there may be no kwargs
+    left = press.compress(attention, **given)
     if left.head_mask is None:
-        left_keys, left_values = left
-        assert torch.equal(left_keys, cache.layers[0].keys)
-        assert torch.equal(left_values, cache.layers[0].values)
+        (layer,) = cache.layers
+        assert all(map(torch.equal, left, (layer.keys, layer.values)))
     else:
         with pytest.raises(UnsupportedInputError, match="Eviction"):
             _ = [*left]
         assert torch.equal(left.head_mask.sum(dim=-1), kept_lengths(cache)[0])
     if isinstance(press, ScorerPress):
-        assert press.score(*given).shape == keys.shape[:3]
+        assert press.score(attention, **given).shape == keys.shape[:3]
 
 
 @presses_of("in a scope alone")

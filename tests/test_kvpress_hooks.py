@@ -167,3 +167,5 @@ def test_a_forward_hook_that_writes_keys_itself():
     cache = filled(model, KnormPress(0.5), token_ids(1, 40))
     with Latest()(model), pytest.raises(PressError, match=r"of 21 keys, 20 .* assigned 9;"):
         filled(model, None, token_ids(1, 1), cache)
+    with type("Idle", (Latest,), {"forward_hook": lambda self, *given: given[-1]})()(model):
+        model(token_ids(1, 9), use_cache=False)

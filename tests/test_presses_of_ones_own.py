@@ -89,10 +89,13 @@ def test_what_parts_read_counts_where_a_wrapper_says_what_it_adds(package):
 def test_queries_that_nobody_declared(package):
     class Own(package.ScorerPress):
         def score(self, call):
-            return call.keys.norm(dim=-1) + call.queries_before_rope().sum()
+            return call.queries_before_rope().norm(dim=-1) + float(call.hidden_states.sum())
 
     with pytest.raises(UnsupportedInputError, match=r"Needs\.QUERIES"):
         lengths(Own(0.5))
+    undeclared, model = type("Own", (Own,), {"needs": Needs.QUERIES}), build("llama")
+    with undeclared(0.5)(model), pytest.raises(UnsupportedInputError, match="HIDDEN_STATES"):
+        prefill(model, token_ids(1, 20), DynamicCache(), 10)
 
 
 @both
@@ -196,6 +199,7 @@ def test_fields_may_be_set_later_or_hold_a_network(package):
     press, scorer = Own(0.5), package.KnormPress()
     assert lengths(press) == lengths(press) == [[20, 20]] * press.n_layers
     assert Own(0.5, nn.Linear(1, 1)).with_ratio(0.25).compression_ratio == 0.25
+    type("Own", (Own,), {"__annotations__": {"n_layers": "KnownToTypeCheckersAlone"}})(0.5)
     press.n_layers = "two"
     with pytest.raises(HyperparameterError, match=r"n_layers.*whole number"):
         lengths(press)

@@ -24,6 +24,7 @@ from tests.support import (
     held,
     left_padded,
     make,
+    nested,
     token_ids,
     watched,
 )
@@ -168,10 +169,12 @@ def test_block_by_block_holds_the_budget_and_a_chunk(package):
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [LENGTH // 4 + 3] * 2
     whole = filled(model, press, ids)
     assert torch.equal(cache.layers[0].positions, whole.layers[0].positions)
-    around, chunked = package.KeyRerotationPress(press), DynamicCache(config=model.config)
-    with around(model):
-        prefill(model, ids, chunked, 10)
-    assert held(chunked) == held(filled(model, around, ids))
+    beside = nested(package.SnapKVPress(0.5, 4), press)  # after a layer, keys have seen others
+    for around, n in ((package.KeyRerotationPress(press), 2), (beside, 1)):
+        chunked = DynamicCache(config=model.config)
+        with around(model):
+            prefill(model, ids, chunked, 10)
+        assert held(chunked)[:n] == held(filled(model, around, ids))[:n]
 
 
 def test_a_budget_counts_tokens_wherever_they_are(package):

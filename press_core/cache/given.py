@@ -6,7 +6,8 @@ instead of letting the model compute wrong outputs. Nothing on the stack is chan
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -15,14 +16,19 @@ from torch import Tensor
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 
 
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A stack frame and those that it was called from, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | None:
     """The innermost stack frame of `module`, or of one of its `functions` if given; else None."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(1)):
         named = not functions or frame.f_code.co_name in functions
         if named and frame.f_globals.get("__name__") == module:
             return frame
-        frame = frame.f_back
     return None
 
 
@@ -199,8 +205,5 @@ def is_cropped_before(layer: Any) -> bool:
 
 
 def _of_caller(name: str, frame: FrameType | None) -> Any:
-    for _ in range(8):
-        if frame is None or name in frame.f_locals:
-            break
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
+    near = islice(frames_from(frame), 9)
+    return next((caller.f_locals[name] for caller in near if name in caller.f_locals), None)

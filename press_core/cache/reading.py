@@ -254,8 +254,8 @@ def _mask(forward: Forward, site: AttentionSite, mask: Any, layer: PrunedLayer) 
         return None if known and bool(recent.all()) else recent
     old = recent.new_ones(1, 1, 1, layer.n_old) if old is None else old.to(recent.device)
     batch, heads = max(len(old), len(recent)), max(old.shape[1], recent.shape[1])
-    if heads > 1:  # H or H_kv
-        old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
+    # `heads` is 1, H or H_kv.
+    old, recent = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (old, recent))
     seen = torch.cat([part.expand(batch, heads, q, -1) for part in (old, recent)], dim=-1)
     implementation, dtype = site.attn_implementation, layer.keys.dtype
     return seen if own else masks.in_form(seen, implementation, dtype, site.num_heads)

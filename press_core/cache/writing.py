@@ -168,7 +168,7 @@ def _carried(decisions: Decisions, missing: float) -> dict[str, Tensor]:
 
 def _remember(layer: PrunedLayer, old: PrunedLayer, decisions: Decisions, key: Key) -> None:
     """Store the memory of each open scope, for the kept slots, with `layer`."""
-    before = {k: memory for k, memory in old.memories.items() if k.is_open or k is key}
+    before = old.memories.copy()
     if decisions.call.memory:
         before.setdefault(key, Memory())
     for other, memory in before.items():

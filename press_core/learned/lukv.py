@@ -12,14 +12,8 @@ from press_core.attention import mean_attention
 from press_core.budget import Amount, Tokens
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
-from press_core.fields import amount_field, count, limited
-from press_core.learned.calibration import (
-    Calibration,
-    CalibrationError,
-    LearnedPress,
-    learned,
-    sized,
-)
+from press_core.fields import amount_field, count, limited, require_whole
+from press_core.learned.calibration import Calibration, LearnedPress, learned, sized
 from press_core.learned.running import Batch, LayerMeans, rows_alone, run
 from press_core.model.sites import AttentionSite
 from press_core.press import Press
@@ -138,10 +132,11 @@ class LUKV(Around, BudgetPress, LearnedPress):
             The curves, float32: pass them as `curves`, or save them beside the model.
 
         Raises:
-            CalibrationError: if no text is long enough, or `horizon` is less than 1.
+            CalibrationError: if no text is long enough.
+            HyperparameterError: if `horizon` is no number of tokens.
         """
-        if horizon is not None and horizon < 1:
-            raise CalibrationError(f"horizon={horizon}: at least 1 token, or None for an eighth")
+        if horizon is not None:
+            require_whole(1, horizon=horizon)
         lukv, means = cls(press, sink=sink, window=window), LayerMeans()
         scope = bound_to(lukv.scorer, model)
         for ids in rows_alone(token_batches):

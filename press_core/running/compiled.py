@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core.cache.caches import is_empty, known, may_be_empty
+from press_core.cache.given import frames_from
 from press_core.cache.memory import FIRST, Memory
 from press_core.forward import Arguments, current
 from press_core.model.graphs import compile_nothing, may_break
@@ -60,10 +61,7 @@ def _entered_eagerly(
 
 def _inside(frame: FrameType | None, act: Callable[[], Any]) -> None:
     """Call `act` in `frame`, and not once an interrupt has ended it, nor in another thread."""
-    inner: FrameType | None = sys._getframe()
-    while inner is not None and inner is not frame:
-        inner = inner.f_back
-    if inner is not None:
+    if any(inner is frame for inner in frames_from(sys._getframe())):
         act()
 
 

@@ -129,6 +129,8 @@ def test_the_last_tokens_are_remembered(sizes, limit, data):
         came.append(step.expand(BATCH, -1, -1))
         memory = memory.after_forward().with_step(Step(n, {"states": step}), limit)
     assert memory.ticks == FIRST + len(sizes)
+    # Behind a chunked prefill that was broken off, steps are counted like any others.
+    assert Memory(9, in_prefill=True).after_pruning({}, by_this_scope=True).ticks == FIRST
     assert (first.ticks, first.steps) == (FIRST, ())  # a value, which nobody has changed
     taken = data.draw(st.integers(0, sizes[-1][0]))
     left = torch.cat(came, dim=1)[:, : sum(n for n, _ in sizes) - taken]
