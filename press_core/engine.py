@@ -198,7 +198,7 @@ def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: Attention
     ids, rotary = forward.given.get("position_ids"), None
     # Padding between turns takes no positions, and cannot be told from others once it is evicted.
     between = occupied is not None and bool((occupied[:, 1:] < occupied[:, :-1]).any())
-    if press.all_needs & Needs.ROPE or between or layer.kept.rotary is not None:
+    if scope.traits.needs & Needs.ROPE or between or layer.kept.rotary is not None:
         rotary = rotary_positions(layer, site, occupied, first_position(ids, mask, layer, n) - 1)
     call = AttentionCall(
         site,

@@ -17,6 +17,7 @@ from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions, Query
 from press_core.scope import ScopeState
+from press_core.traits import Needs
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -
 def step_of(scope: ScopeState, passed: AttentionPass) -> Step:
     """The states of a forward's tokens that the press may read in a later forward."""
     states, cos_sin, ids = {}, passed.cos_sin, passed.position_ids
-    if scope.traits.reads_hidden_states:  # they take more memory than the cache
+    if scope.traits.needs & (Needs.FORWARD | Needs.HIDDEN_STATES):  # more memory than a cache
         states["hidden_states"] = passed.hidden_states
     if passed.query is not None:
         states["query"] = passed.query.states

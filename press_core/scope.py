@@ -39,19 +39,18 @@ class Traits:
     """The traits of a press, read once per scope: a composition computes them from its parts.
 
     Attributes:
-        phases, buffered_tokens: those of the press and its parts.
+        needs, phases, buffered_tokens: those of the press and its parts.
         reads_queries: whether the press reads the queries of attention forwards.
-        reads_hidden_states: whether the press reads hidden states.
         remembers: whether the press stores values per token; see `Press.remember`.
         may_pass: whether the press has nothing to do in most decode steps.
         counts_steps: whether it acts in some decode steps, which are counted for it.
         thread: the only thread whose forwards the scope takes part in; None: all threads.
     """
 
+    needs: Needs
     phases: Phase
     buffered_tokens: int
     reads_queries: bool
-    reads_hidden_states: bool
     remembers: bool
     may_pass: bool
     counts_steps: bool
@@ -65,10 +64,10 @@ class Traits:
         attends = phases & (Phase.IN_PREFILL | Phase.DECODING)
         remembers = bool(needs & Needs.MEMORY)
         return cls(
+            needs,
             phases,
             press.buffered_tokens,
             reads_queries=bool(needs & Needs.QUERIES and attends),
-            reads_hidden_states=bool(needs & (Needs.FORWARD | Needs.HIDDEN_STATES)),
             remembers=remembers,
             may_pass=not (remembers or others) and thread is None,
             counts_steps=bool(phases & Phase.DECODING),
