@@ -30,9 +30,8 @@ from press_core.traits import Evicts, Needs, Phase
 def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
     """Prune the layer that an attention module has filled, if the press acts in this phase."""
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
-    if passed.cache is None or not press.phases & phase:
-        return
-    _act(scope, press, passed)
+    if passed.cache is not None and press.phases & phase:
+        _act(scope, press, passed)
 
 
 @running.eagerly
@@ -57,6 +56,8 @@ def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
+    if decisions.is_whole:  # only padding was dropped, or the layers before have lost tokens
+        return
     seen, kept = tokens_seen(layer, None), float(layer.lengths().double().mean())
     kept = site.ranks.mean(kept, decisions.call.keys.device)
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), kept)

@@ -72,9 +72,8 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
     outer, thread, left_out = current.forward, scope.traits.thread, current.left_out
     if outer is not None and scope in outer.entered and not outer.runs:
         outer.fail()  # an interrupt has ended it
-    if left_out and (thread is None or left_out == "all"):
-        return None
-    if not scope.is_open:  # another thread may have closed it
+    is_left_out = left_out and (thread is None or left_out == "all")
+    if is_left_out or not scope.is_open:  # another thread may have closed it
         return None
     if thread is not None and (is_compiling or thread != threading.get_ident()):
         return None

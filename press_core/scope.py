@@ -163,9 +163,8 @@ class ScopeState:
 
     def note_outside(self, given: Arguments) -> None:
         """Note a forward of an attention module that is part of no forward of the decoder."""
-        if torch.compiler.is_compiling() or self.tally.n_forwards or current.left_out:
-            return
-        self.tally.ran_outside |= given.cache is not None
+        if not (torch.compiler.is_compiling() or self.tally.n_forwards or current.left_out):
+            self.tally.ran_outside |= given.cache is not None
 
     # ---- closing ---------------------------------------------------------------------------------
 

@@ -192,6 +192,12 @@ def test_what_another_press_has_evicted_is_not_evicted_once_more(package):
     with package.H2OPress(0.5)(model):
         cache, _ = ran(model, package.H2OPress(0.5), given)
     assert kept_lengths(cache)[0].tolist() == [[10, 10]]
+    snapkv = package.SnapKVPress(window_size=4)
+    few, many = (package.DecodingPress(snapkv, 2, n) for n in (10, 100))
+    with few(model):  # what it has buffered stays when another one evicts nothing
+        found = [held(ran(model, press, given)[0]) for press in (None, many)]
+    assert found[0] == found[1]
+    assert (few.compression_count, many.compression_count) == (12, 0)
 
 
 def test_chunks_are_alone_whatever_attention_returns(package):

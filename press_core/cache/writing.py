@@ -28,7 +28,7 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
         key: of the scope that prunes.
 
     Returns:
-        The layer that is stored; None if nothing was evicted.
+        The layer that is stored; None if that is the old one.
 
     Raises:
         UnsupportedCacheError: if this kind of layer cannot store the result.
@@ -171,12 +171,15 @@ def _remember(layer: PrunedLayer, old: PrunedLayer, decisions: Decisions, key: K
     before = old.memories.copy()
     if decisions.call.memory:
         before.setdefault(key, Memory())
+    keeps_slots = decisions.is_whole and decisions.occupied is None
     for other, memory in before.items():
         is_own = other is key
-        slots = decisions.call.memory if is_own else memory.of_slots(decisions.call.length)
-        found = {name: decisions.of_slots(x, empty=0) for name, x in slots.items()}
-        carried_scores = {name: x for name, x in found.items() if x is not None}
-        layer.remember(other, memory.after_pruning(carried_scores, by_this_scope=is_own))
+        if is_own or not keeps_slots:  # else what is buffered of its tokens still fits
+            slots = decisions.call.memory if is_own else memory.of_slots(decisions.call.length)
+            found = {name: decisions.of_slots(x, empty=0) for name, x in slots.items()}
+            carried_scores = {name: x for name, x in found.items() if x is not None}
+            memory = memory.after_pruning(carried_scores, by_this_scope=is_own)
+        layer.remember(other, memory)
 
 
 # ---- heads of different lengths ------------------------------------------------------------------
