@@ -181,8 +181,15 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
     Raises:
         AttributeError: if there is no such attribute.
         TypeError: if the attribute cannot be set, or is not stored in the `__dict__` of the object
-            (a child module, a slot, or a property with a setter) or, for a class, of it or a base.
+            (a child module, a slot, or a property with a setter) or, for a class, of it or a base;
+            if it, or `layer`, cannot be called (a property of a class); for `__call__` of an
+            instance, which Python looks up on its class.
     """
+    for what, value in ((repr(name), getattr(owner, name)), ("the layer", layer)):
+        if not callable(value):
+            raise TypeError(f"{what} is a {type(value).__name__}, which cannot be called")
+    if name == "__call__" and not isinstance(owner, type):
+        raise TypeError(f"calls run the __call__ of a class; patch that of {type(owner).__name__}")
     with _lock:
         stack = _stack_of(vars(owner).get(name), owner, name)
         if stack is None:

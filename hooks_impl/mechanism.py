@@ -23,7 +23,7 @@ from press_core.scoring import Collecting, TokenScorer
 __all__ = ["BasePress", "Collector", "ScorerPress", "observed", "queries"]
 
 QUERY = "query"
-"""In `Forward.notes`: an attention module, and what holds its query."""
+"""In `Forward.notes`: the module that ran last of those that compute queries, and its output."""
 
 
 class BasePress(KvpressCompatible, InstalledPress):
@@ -62,7 +62,7 @@ class BasePress(KvpressCompatible, InstalledPress):
             if self.evicts.needs_attention:  # hooks cannot replace the attention function
                 yield from serve(site)
             if scope.traits.reads_queries:
-                collect = Hook(partial(_collect, scope, site))
+                collect = Hook(partial(_collect, scope))
                 yield site.query_module.register_forward_hook(collect)
             # Prepended, so that of several scopes the inner one acts first.
             act = Hook(partial(_attention, scope, site))
@@ -123,14 +123,14 @@ def _before(site: AttentionSite, _: nn.Module, args: tuple[Any, ...], *kwargs: A
     return given.args, given.kwargs
 
 
-def _collect(scope: ScopeState, site: AttentionSite, *call: Any) -> None:
+def _collect(scope: ScopeState, module: nn.Module, *call: Any) -> None:
     """Called after the module that computes the query.
 
     The query is stored until the hook of the attention module reads it.
     """
     forward = current.forward
     if forward is not None and scope in forward.acting:
-        forward.notes[QUERY] = site, call[-1]
+        forward.notes[QUERY] = module, call[-1]
 
 
 def _attention(
@@ -156,16 +156,16 @@ def _query(forward: Forward, site: AttentionSite) -> Query:
     Raises:
         ScopeError: if the module with the hook no longer computes the query.
     """
-    found, query_source = forward.notes.get(QUERY), site.query_source
-    assert query_source is not None
-    is_there = getattr(site.module, query_source.child, None) is site.query_module
-    if not found or found[0].module is not site.module or not is_there:
+    computed_by, output = forward.notes.get(QUERY, (None, None))
+    source = site.query_source
+    assert source is not None
+    if computed_by is None or getattr(site.module, source.child, None) is not computed_by:
         raise ScopeError(
             f"the module that computes the query of {site.name} was replaced after this scope had "
             "opened (as PEFT does with adapters), and its hook sees another query; open the scope "
             "after such changes, or use the press from patch_impl"
         )
-    return Query(site.grouped(site.query_in(found[1])), query_source.is_rotated)
+    return Query(site.grouped(site.query_in(output)), source.is_rotated)
 
 
 def _bypassed(scope: ScopeState) -> str | None:

@@ -6,16 +6,16 @@ Configurations, settings and tensors are recorded by value, because they change 
 
 import builtins
 import hashlib
+import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
@@ -61,20 +61,8 @@ Entries = Iterator[tuple[Place, Any]]
 
 _TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_MODULES: dict[str, list[str]] = data_of(__file__)
-"""Names of Python modules: those that all models use, and those of torch."""
-_SETTINGS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "default dtype": (PROCESS, torch.get_default_dtype),
-    "matmul precision": (PROCESS, torch.get_float32_matmul_precision),
-    "sdpa backends": (PROCESS, lambda: str(_cur_sdpa_kernel_backends())),
-    "deterministic algorithms": (PROCESS, torch.are_deterministic_algorithms_enabled),
-    "threads": (PROCESS, torch.get_num_threads),
-    "autocast": (THREAD, lambda: torch.is_autocast_enabled("cpu")),
-    "gradients": (THREAD, torch.is_grad_enabled),
-    "inference mode": (THREAD, torch.is_inference_mode_enabled),
-    "trace function": (THREAD, sys.gettrace),
-    "profile function": (THREAD, sys.getprofile),
-}
+_DATA: dict[str, Any] = data_of(__file__)
+"""Names of Python modules: those that all models use, and those of torch; and settings."""
 
 
 def snapshot(model: nn.Module) -> Snapshot:
@@ -201,15 +189,18 @@ def _globals(name: str, reach: str) -> Entries:
 
 def _process(own: list[str]) -> Entries:
     loaded = [n for n in list(sys.modules) if ".modeling_" in n and n.startswith("transformers.")]
-    files = [name for name in dict.fromkeys((*_MODULES["shared"], *loaded)) if name not in own]
+    files = [name for name in dict.fromkeys((*_DATA["shared"], *loaded)) if name not in own]
     for name in (*files, builtins.__name__):
         yield from _file(name, PROCESS)
-    for name in _MODULES["torch"]:
+    for name in _DATA["torch"]:
         yield from _globals(name, PROCESS)
     yield from _class(torch.Tensor, PROCESS)
     yield from _registries([*files, *own])
-    for name, (reach, read) in _SETTINGS.items():
-        yield Place(reach, "setting", "torch", name), read()
+    for reach, settings in _DATA["settings"].items():
+        for name, function in settings.items():
+            value = pkgutil.resolve_name(function)()
+            value = str(value) if isinstance(value, (list, tuple)) else value
+            yield Place(reach, "setting", "torch", name), value
     for stack in (_get_current_function_mode_stack, _get_current_dispatch_mode_stack):
         for index, mode in enumerate(stack()):
             yield Place(THREAD, "torch mode", stack.__name__.strip("_"), str(index)), mode

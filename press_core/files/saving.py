@@ -11,6 +11,7 @@ cache = load_cache("context.safetensors", model)
 
 import hashlib
 import json
+import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ def save_cache(
             of its heads (tensor parallelism).
         CacheFileError: if the file exists already, or cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     files.check_target(path, overwrite)
     sites = attention_sites(model)
     if any(site.ranks.size > 1 for site in sites):
@@ -139,8 +140,8 @@ def _checked(path: Path, given: Mapping[str, Any], notes: Any) -> tuple[dict[str
     inputs = {name: ids for name, ids in given.items() if ids is not None}
     with files.refused(path, "cannot be written"):
         for name, ids in inputs.items():
-            what = f"{name} is a {type(ids).__name__}, not a tensor (B, S)"
-            files.require(isinstance(ids, Tensor), what)
+            what = f"{name} is a {type(ids).__name__}, not a tensor (B, S) of two dimensions"
+            files.require(isinstance(ids, Tensor) and ids.dim() == 2, what)
     with files.refused(path, f"cannot hold notes={reprlib.repr(notes)}, only a dict of JSON data"):
         said = json.loads(json.dumps(dict(notes or {})))
     return {name: ids.long() for name, ids in inputs.items()}, said
@@ -210,7 +211,7 @@ def load_cache(
             another model or version; the message has one line.
         UnsupportedModelError: if the model cannot be identified.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     about, tensors = files.read_cache(path, "cache")
     own = identity(model)
     with files.refused(path, "cannot be read"):
@@ -233,7 +234,7 @@ def about_cache(path: str | Path) -> SavedCache:
     Raises:
         CacheFileError: if the file does not exist, or was not written by `save_cache`.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     header, tensors = files.read_cache(path, "about")
     with files.refused(path, "cannot be read"):
         described = files.unsealed(header["about"], tensors)

@@ -35,7 +35,8 @@ class Random(RatioScorer):
 
     Attributes:
         seed: seeds the draw together with `layer_idx`; the same tokens are kept on every device, in
-            every row of a batch and by both mechanisms. None: use torch's global generator.
+            every row of a batch and by both mechanisms. While decoding, each pruning draws the same
+            numbers, slot by slot. None: use torch's global generator.
     """
 
     seed: int | None = seed_field()

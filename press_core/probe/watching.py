@@ -101,6 +101,11 @@ class Seen:
         return self.arguments.get("position_embeddings")
 
 
+def code_of(module: nn.Module) -> Any:
+    """The code of the forward of `module`, below all wrappers; None: it is not in Python."""
+    return getattr(inspect.unwrap(module.forward), "__code__", None)
+
+
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules of `model` with an integer `layer_idx`, with their names."""
     modules = model.named_modules()
@@ -116,11 +121,6 @@ class Watch:
         self.makers: list[tuple[Any, Tensor, dict[str, Any]]] = []
         """Modules that returned two tensors, with the first tensor and their arguments."""
         self._by_module = {id(seen.module): seen for seen in self.seen}
-        self._children = {
-            id(child): (seen, name)
-            for seen in self.seen
-            for name, child in seen.module.named_children()
-        }
         self._running: list[tuple[FrameType, Seen]] = []
         self._attending: dict[FrameType, Attended] = {}
 
@@ -139,12 +139,15 @@ class Watch:
         elif event == "return" and frame in self._attending:
             weights = returned[1] if isinstance(returned, tuple) and len(returned) == 2 else None
             self._attending.pop(frame).weights = weights
-        elif event == "return" and code.co_name in ("forward", "_call_impl"):
-            self._returned(frame, frame.f_locals[code.co_varnames[0]], returned)
+        elif event == "return":
+            if self._running and self._running[-1][0] is frame:
+                self._running.pop()
+            if code.co_name in ("forward", "_call_impl"):
+                self._returned(frame, frame.f_locals[code.co_varnames[0]], returned)
 
     def _called(self, frame: FrameType, first: Any) -> None:
         code, seen = frame.f_code, self._by_module.get(id(first))
-        if seen is not None and code.co_name == "forward":
+        if seen is not None and (code.co_name == "forward" or code is code_of(seen.module)):
             if any(other is seen for _, other in self._running):  # `super().forward(...)`
                 return
             _note_arguments(seen, frame)
@@ -163,18 +166,16 @@ class Watch:
                 inside.rotations += _rotations(frame, *inside.embeddings)
 
     def _returned(self, frame: FrameType, module: Any, returned: Any) -> None:
-        if self._running and self._running[-1][0] is frame:
-            self._running.pop()
         first = returned[0] if isinstance(returned, tuple) and returned else returned
         if not isinstance(first, Tensor):
             return
         if frame.f_code.co_name == "_call_impl":  # the output that hooks see, gathered over ranks
             if id(module) in self._by_module:
                 self._by_module[id(module)].output = first
-            if id(module) in self._children:
-                seen, name = self._children[id(module)]
-                seen.outputs.pop(name, None)
-                seen.outputs[name] = first
+            for _, seen in self._running[-1:]:
+                for name in [n for n, x in seen.module.named_children() if x is module]:
+                    seen.outputs.pop(name, None)
+                    seen.outputs[name] = first
         elif isinstance(returned, tuple) and len(returned) == 2 and _are_alike(*returned):
             self.makers.append((module, first, dict(frame.f_locals)))
 

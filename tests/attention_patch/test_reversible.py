@@ -135,7 +135,7 @@ class Elsewhere(torch.nn.Module):
     cached = functools.cached_property(lambda self: abs)
 
 
-@pytest.mark.parametrize("name", ["child", "setter", "slot"])
+@pytest.mark.parametrize("name", ["child", "setter", "slot", "training"])
 def test_what_is_stored_elsewhere_is_refused_and_stays(name):
     owner = Elsewhere()
     before, value = dict(vars(owner)), getattr(owner, name)
@@ -215,6 +215,21 @@ def test_a_class_and_its_base_may_both_be_patched(owners, name):
     patches[1].remove()
     assert getattr(SubKinds(), name)("x") == plain
     assert _same(SubKinds, before)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "layer", "why"),
+    [
+        (Elsewhere, "setter", _marking, "'setter' is a property"),
+        (Kinds, "method", None, "the layer is a NoneType"),
+        (Shouting(), "__call__", _marking, "patch that of Shouting"),
+    ],
+)
+def test_a_patch_that_would_never_be_called_is_refused(owner, name, layer, why):
+    before = dict(vars(owner))
+    with pytest.raises(TypeError, match=why):
+        wrap(owner, name, layer)
+    assert _same(owner, before)
 
 
 class Meta(type):

@@ -179,11 +179,13 @@ PLANTS = {
         "class attribute | generic.GeneralInterface | note": put(GeneralInterface, "note", planted),
         "setting | torch | default dtype": double,
         "setting | torch | sdpa backends": enter(lambda: sdpa_kernel(SDPBackend.MATH)),
+        "setting | torch | cudnn benchmark": put(torch.backends.cudnn, "benchmark", True),
     },
     THREAD: {
         "torch mode | function_mode | 0": enter(Mode),
         "torch mode | dispatch_mode | 0": enter(Dispatch),
         "setting | torch | gradients": enter(torch.no_grad),
+        "setting | torch | autocast": enter(lambda: torch.autocast("cpu")),
     },
 }
 no_run = lambda *_: None  # noqa: E731 - a plant may well break the model

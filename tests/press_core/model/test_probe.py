@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from operator import attrgetter
+from types import MethodType
 
 import pytest
 import torch
@@ -307,6 +308,39 @@ def test_an_attention_function_names_its_parameters_as_it_likes(package, monkeyp
     for press in (package.SnapKVPress(0.5, 4), package.AdaKVPress(package.KnormPress(0.5))):
         cache = filled(model, press, torch.arange(5, 45)[None])
         assert kept_lengths(cache)[0].sum() == 40
+
+
+def test_a_forward_that_is_replaced_is_probed_again(monkeypatch):
+    """Of a module or of its class, and whatever the function is called."""
+    model = families.build("llama")
+    attention = model.model.layers[0].self_attn
+    replaced = (attention, MethodType(backwards, attention)), (type(attention), backwards)
+    for owner, forward in replaced:
+        assert "rope" not in attention_sites(model)[0].refusals
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "forward", forward)
+            assert "rope" in attention_sites(model)[0].refusals
+
+
+def backwards(
+    self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None,
+    cache=None, **given,
+):  # fmt: skip
+    angles, cache = (position_embeddings[0], -position_embeddings[1]), past_key_values or cache
+    return UNPATCHED(self, hidden_states, angles, attention_mask, cache, **given)
+
+
+UNPATCHED = transformers.models.llama.modeling_llama.LlamaAttention.forward
+
+
+def test_layers_that_share_the_module_that_computes_their_queries():
+    model = families.build("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj = first.q_proj
+    presses = (package.SnapKVPress(0.5, 4) for package in (hooks_impl, patch_impl))
+    by_hooks, by_patches = (filled(model, press, torch.arange(5, 45)[None]) for press in presses)
+    for one, other in zip(by_hooks.layers, by_patches.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
 
 
 def test_an_attention_that_calls_the_one_it_inherits_from():
