@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -101,7 +101,11 @@ def plain_patch(model: PreTrainedModel, compression_ratio: float) -> Iterator[No
     former = {site.module: site.module.forward for site in attention_sites(model)}
 
     def patched(module: nn.Module, forward: Any) -> Any:
-        return lambda *args, **kwargs: pruner.call(module, forward, *args, **kwargs)
+        @wraps(forward)
+        def pruned(*args: Any, **kwargs: Any) -> Any:
+            return pruner.call(module, forward, *args, **kwargs)
+
+        return pruned
 
     try:
         for module, forward in former.items():

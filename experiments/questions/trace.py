@@ -85,9 +85,9 @@ class Recorder:
     def __init__(self, mechanism: str, model: PreTrainedModel, cache: DynamicCache) -> None:
         self.mechanism, self.cache, self.step = mechanism, cache, 0
         self.events: list[dict[str, Any]] = []
-        self._sites = {id(site.module): site for site in attention_sites(model)}
-        modules = [site.module for site in self._sites.values()]
-        self._forwards = {inspect.unwrap(type(module).forward).__code__ for module in modules}
+        sites = attention_sites(model)
+        self._sites = {id(part): site for site in sites for part in site.module.modules()}
+        self._forwards = {inspect.unwrap(type(x.module).forward).__code__ for x in sites}
         self._files = {module.__file__ for module in _MECHANISMS[mechanism]}
         self._held: Held = {}  # at the last event
         self._open: list[FrameType] = []  # running calls of the mechanism
