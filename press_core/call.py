@@ -265,15 +265,17 @@ class AttentionCall:
         Raises:
             UnsupportedInputError: if there are keys of other tokens.
         """
-        known = self.at.tokens
-        if known is not None and self._known(known).shape == known.shape:
-            return per_token.gather(-1, known)
-        if known is not None or per_token.shape[-1] != self.length:
+        tokens = self.at.tokens
+        if tokens is None:
+            are_known = per_token.shape[-1] == self.length
+        else:
+            are_known = not self.when.decoding or bool((tokens >= 0).all())
+        if not are_known:
             raise UnsupportedInputError(
                 f"the press scores {self.length} keys by their tokens' hidden states, but only "
                 f"those of {per_token.shape[-1]} tokens are known; prune in the prefill"
             )
-        return per_token
+        return per_token if tokens is None else per_token.gather(-1, tokens)
 
     def _known_ids(self) -> Tensor:
         if self.at.ids is not None:

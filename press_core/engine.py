@@ -56,7 +56,7 @@ def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
-    if decisions.is_whole:  # only padding was dropped, or the layers before have lost tokens
+    if decisions.is_whole:  # padding was dropped, or an earlier layer pruned, and no token evicted
         return
     seen, kept = tokens_seen(layer, None), float(layer.lengths().double().mean())
     kept = site.ranks.mean(kept, decisions.call.keys.device)

@@ -26,7 +26,6 @@ from press_core.cache.caches import (
     pruned_layers,
     put_back_reset,
 )
-from press_core.cache.given import frames_from
 from press_core.cache.masks import for_full_attention, prefill_tokens
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
@@ -43,7 +42,7 @@ from press_core.cache.reading import (
 from press_core.cache.slots import need_masks_beside, note_masked
 from press_core.engine import evicts_later, prune_before, require_readable
 from press_core.errors import ScopeError, UnsupportedCacheError
-from press_core.forward import Arguments, Forward, Progress, cache_after, current
+from press_core.forward import Arguments, Forward, Progress, cache_after, current, frames_from
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
 from press_core.scope import ScopeState

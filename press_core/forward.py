@@ -227,6 +227,13 @@ class Forward:
             call_all(self.at_end)
 
 
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A stack frame and those that it was called from, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def call_all(acts: Sequence[Callable[[], Any]]) -> None:
     """Call all of `acts`, in order, even if one raises."""
     with ExitStack() as stack:

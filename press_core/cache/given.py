@@ -6,7 +6,7 @@ instead of letting the model compute wrong outputs. Nothing on the stack is chan
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -14,13 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from press_core.errors import UnsupportedCacheError, UnsupportedInputError
-
-
-def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """A stack frame and those that it was called from, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+from press_core.forward import frames_from
 
 
 def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | None:

@@ -239,6 +239,11 @@ def form_of(implementation: str) -> str:
     return next(alike, implementation)
 
 
+def masks_one(implementation: str) -> bool:
+    """Whether models give this attention implementation a mask for a single token, too."""
+    return not form_of(implementation).startswith(("sdpa", "flash"))
+
+
 def in_form(seen: Tensor, implementation: str, dtype: torch.dtype, n_heads: int) -> Any:
     """A mask in the form of an attention implementation.
 

@@ -54,7 +54,7 @@ def _masks_one(forward: Forward) -> bool:
     """Whether the model's attention, which may have been set since, takes a mask for one token."""
     config = getattr(forward.decoder, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "sdpa"
-    return not masks.form_of(implementation).startswith(("sdpa", "flash"))
+    return masks.masks_one(implementation)
 
 
 def is_built_for_slots(forward: Forward) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from press_core.cache.caches import as_pruned, mask_layer
-from press_core.cache.masks import form_of, part_of, visible_tokens
+from press_core.cache.masks import masks_one, part_of, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Forward
@@ -65,10 +65,9 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
 
 def own_mask(layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
     """What to read a layer takes that the model's mask does not fit."""
-    # Only these implementations of transformers take no mask for a single token.
-    unmasked = form_of(site.attn_implementation).startswith(("sdpa", "flash"))
-    unmasked = unmasked and not site.signature.masks_one and layer.room is None
-    return ReadingNeeds.MASK_OF_MANY if unmasked else ReadingNeeds.MASK
+    masked = masks_one(site.attn_implementation) or site.signature.masks_one
+    masked = masked or layer.room is not None
+    return ReadingNeeds.MASK if masked else ReadingNeeds.MASK_OF_MANY
 
 
 def need_masks_beside(cache: Any, site: AttentionSite) -> None:

@@ -28,7 +28,7 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
         key: of the scope that prunes.
 
     Returns:
-        The layer that is stored; None if that is the old one.
+        The layer that has changed; None if none has.
 
     Raises:
         UnsupportedCacheError: if this kind of layer cannot store the result.

@@ -43,6 +43,11 @@ class CacheFileError(PressError, ValueError):
     """A file is not a compressed cache, or belongs to another model."""
 
 
+def path_of(given: str | Path) -> Path:
+    """A path that a user gives, in which `~` is the home folder."""
+    return Path(os.path.expanduser(given))
+
+
 def read(path: str | Path, group: str | None = None) -> tuple[Any, dict[str, Tensor]]:
     """The description in a file (empty if it has none), and its tensors, read when they are used.
 

@@ -11,7 +11,6 @@ cache = load_cache("context.safetensors", model)
 
 import hashlib
 import json
-import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,7 +104,7 @@ def save_cache(
             of its heads (tensor parallelism).
         CacheFileError: if the file exists already, or cannot be written.
     """
-    path = Path(os.path.expanduser(path))
+    path = files.path_of(path)
     files.check_target(path, overwrite)
     sites = attention_sites(model)
     if any(site.ranks.size > 1 for site in sites):
@@ -211,7 +210,7 @@ def load_cache(
             another model or version; the message has one line.
         UnsupportedModelError: if the model cannot be identified.
     """
-    path = Path(os.path.expanduser(path))
+    path = files.path_of(path)
     about, tensors = files.read_cache(path, "cache")
     own = identity(model)
     with files.refused(path, "cannot be read"):
@@ -234,7 +233,7 @@ def about_cache(path: str | Path) -> SavedCache:
     Raises:
         CacheFileError: if the file does not exist, or was not written by `save_cache`.
     """
-    path = Path(os.path.expanduser(path))
+    path = files.path_of(path)
     header, tensors = files.read_cache(path, "about")
     with files.refused(path, "cannot be read"):
         described = files.unsealed(header["about"], tensors)

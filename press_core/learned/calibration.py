@@ -4,7 +4,6 @@ A press that needs a calibration has a field for a `Calibration`, for its path o
 None: it is then looked for beside the model, or on the hub.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,7 +19,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor
 
 from press_core.errors import PressError, UnsupportedModelError, first_line
-from press_core.files.files import check_version, floats, read, refused, require, write
+from press_core.files.files import check_version, floats, path_of, read, refused, require, write
 from press_core.model.decoder import device_of
 from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.probe import attention_sites
@@ -147,7 +146,7 @@ class Calibration:
         Raises:
             CalibrationError: if it cannot be written, or if another kind of file is there.
         """
-        path = Path(path).expanduser()
+        path = path_of(path)
         path = path if path.suffix == ".safetensors" else path / self.file_name
         about = {"kind": self.kind, "version": FORMAT_VERSION, "model": self.sizes}
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
@@ -211,7 +210,7 @@ def _in_words(sizes: Mapping[str, int]) -> str:
 
 def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) -> Path:
     """The file at `source`, or the first of `names` found in that folder or hub repository."""
-    path, wanted = Path(os.path.expanduser(source)), " and no ".join(names)
+    path, wanted = path_of(source), " and no ".join(names)
     for candidate in (path, *(path / name for name in names)):
         if candidate.is_file():
             return candidate

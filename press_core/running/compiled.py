@@ -10,9 +10,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core.cache.caches import is_empty, known, may_be_empty
-from press_core.cache.given import frames_from
 from press_core.cache.memory import FIRST, Memory
-from press_core.forward import Arguments, current
+from press_core.forward import Arguments, current, frames_from
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.running.chunks import is_under_way
 from press_core.scope import ScopeState
