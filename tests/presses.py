@@ -1,5 +1,7 @@
 """Presses that tests have listed in `presses.yaml`, and tables of single tests."""
 
+from functools import partial
+
 import pytest
 
 from tests.support import nested, table_beside
@@ -7,13 +9,14 @@ from tests.support import nested, table_beside
 _LISTED = table_beside(__file__, "presses")
 
 
+def read_press(text, package, **given):
+    """The press of a package that a text says, given what else it names."""
+    return eval(text, {**package.PRESSES, "nested": nested, **given})
+
+
 def listed(section):
     """What makes each press of a section, by its name, from a package, given what else it names."""
-
-    def maker(text):
-        return lambda package, **given: eval(text, {**package.PRESSES, "nested": nested, **given})
-
-    return {name: maker(text) for name, text in _LISTED[section].items()}
+    return {name: partial(read_press, text) for name, text in _LISTED[section].items()}
 
 
 def presses_of(section):

@@ -21,7 +21,7 @@ from press_core import (
     prefill,
 )
 from tests.decoders import tiny_decoder
-from tests.presses import TABLES, listed
+from tests.presses import TABLES, listed, read_press
 from tests.support import (
     PACKAGES,
     assert_refused,
@@ -63,7 +63,7 @@ def test_presses_that_cannot_be_made(package, text):
     names = {name: make(package) for name, make in WITHIN.items() if name in text}
     names["other"] = PACKAGES[package is hooks_impl].KnormPress(0.5)
     with pytest.raises(HyperparameterError, match=REFUSED[text]):
-        eval(text, {**package.PRESSES, **names})
+        read_press(text, package, **names)
 
 
 MADE_OF_ONE_FIELD = [

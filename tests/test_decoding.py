@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from experiments.testbed.recipes import DELIMITER
 from press_core import Needs, Phase, UnsupportedInputError, kept_lengths
 from tests.decoders import tiny_decoder
-from tests.presses import TABLES, listed
+from tests.presses import TABLES, listed, read_press
 from tests.slow import Whole
 from tests.support import (
     both,
@@ -35,7 +35,7 @@ LENGTHS = table_beside(__file__, "decoding")
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths_over_steps(package, name):
     row, model = LENGTHS[name], make()
-    cache, press = DynamicCache(config=model.config), eval(row["press"], dict(package.PRESSES))
+    cache, press = DynamicCache(config=model.config), read_press(row["press"], package)
     with press(model):
         for ids, n in zip(forwards(row["given"]), row["kept"], strict=True):
             model(ids, past_key_values=cache)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import hooks_impl
-from experiments.cli import app
+from tests.experiments.tiny import succeeded
 from tests.presses import TABLES
 from tests.support import PLAIN
 
@@ -96,9 +95,7 @@ def test_pages_print_what_they_say(page, tmp_path, monkeypatch, capsys):
         elif not language and previous[1].startswith("python "):
             command = shlex.split(previous[1].replace("\\\n", ""))
             assert command[:3] == ["python", "-m", "experiments"]
-            found = CliRunner(env={"COLUMNS": "100"}).invoke(app, command[3:])
-            assert found.exit_code == 0, found.output
-            printed += found.output.splitlines()
+            printed += succeeded(*command[3:], width=100).output.splitlines()
             expected += text.splitlines()
         previous = language, text
     (tmp_path / "page.py").write_text("\n".join(code))

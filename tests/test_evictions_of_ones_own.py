@@ -11,7 +11,7 @@ import patch_impl
 from press_core import Eviction, Evicts, Needs, Phase, Tokens, kept_lengths
 from press_core.errors import HyperparameterError, PressError, UnsupportedInputError
 from press_core.select import top_positions
-from tests.presses import TABLES
+from tests.presses import TABLES, read_press
 from tests.support import both, build, filled, held, left_padded, lengths, ran, token_ids
 
 # ---- ways to evict -------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_a_formula_with_other_arguments_is_refused_as_its_class_is_made(package,
 
 @pytest.mark.parametrize("text", TABLES["around"])
 def test_the_budget_that_a_press_around_another_sets(package, text):
-    inner = eval(text, {**package.PRESSES, "Tokens": Tokens, "knorm": package.KnormPress(0.1)})
+    inner = read_press(text, package, Tokens=Tokens, knorm=package.KnormPress(0.1))
 
     class Around(package.BasePress):
         def compress(self, call):

@@ -11,7 +11,7 @@ from attention_patch import headwise
 from experiments.testbed.recipes import PROMPTS
 from press_core import Phase, PressError, ScopeError, UnsupportedInputError, kept_lengths
 from press_core.cache.pruned import CROP_TAKES_LENGTH
-from tests.presses import TABLES
+from tests.presses import TABLES, read_press
 from tests.support import both, build, example_for, filled, held, left_padded, ran, token_ids
 
 # ---- KVzip: padding and positions ----------------------------------------------------------------
@@ -117,7 +117,7 @@ def scoring(package, change, ratio=0.5):
 @pytest.mark.parametrize("wrong", SCORES)
 def test_scores_that_rank_no_tokens_are_refused(package, wrong, around):
     model, (change, said), (n, text) = build("llama"), SCORES[wrong], TABLES["ranked"][around]
-    press = eval(text, {**package.PRESSES, "press": scoring(package, change)})
+    press = read_press(text, package, press=scoring(package, change))
     with press(model), pytest.raises(PressError, match=rf"MyPress\.score .*{said.format(n=n)}"):
         model(token_ids(1, 20))
 

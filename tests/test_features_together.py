@@ -34,7 +34,7 @@ from press_core import (
 from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
 from tests.decoders import tiny_decoder
-from tests.presses import TABLES
+from tests.presses import TABLES, read_press
 from tests.support import (
     GREEDY,
     IS_5_2,
@@ -126,7 +126,7 @@ after_5_2 = pytest.mark.skipif(IS_5_2, reason="transformers 5.2 caches other sta
 @after_5_2
 @pytest.mark.parametrize(("family", "text"), TABLES["unreadable"])
 def test_states_that_a_press_cannot_read_are_refused(package, family, text):
-    press = eval(text, dict(package.PRESSES))
+    press = read_press(text, package)
     with pytest.raises(UnsupportedModelError, match=r"latents|rotat"):
         press.register(tiny_decoder(family))
 

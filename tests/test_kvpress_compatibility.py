@@ -22,7 +22,7 @@ from hooks_impl import (
     queries,
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
-from tests.presses import TABLES, presses_of
+from tests.presses import TABLES, presses_of, read_press
 from tests.support import Latest, both, build, filled, held, left_padded, ran, token_ids
 
 
@@ -154,7 +154,7 @@ def test_blocks_hand_a_scorer_the_hidden_states_of_its_keys():
 
 @pytest.mark.parametrize(("text", "kept"), TABLES["plain_tensors"])
 def test_plain_tensors_are_taken_where_nobody_asks_whose_they_are(text, kept):
-    press = eval(text, {**hooks_impl.PRESSES, "halving": Halving()})
+    press = read_press(text, hooks_impl, halving=Halving())
     given = [token_ids(2, 40), token_ids(2, 1), token_ids(2, 1)]
     cache, logits = ran(build("llama", num_layers=2), press, given)
     decodes = isinstance(press, PrefillDecodingPress) and press.decoding_press is not None

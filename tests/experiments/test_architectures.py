@@ -135,6 +135,16 @@ def test_a_process_that_dies_is_an_outcome(monkeypatch):
     assert outcome == "crash"
 
 
+def test_a_decoder_counts_for_a_press_that_is_right_on_all_of_its_variants(monkeypatch):
+    of = {"llama": architectures.BOTH, "gpt (old)": architectures.BOTH}
+    of |= {"gpt (new)": architectures.NEITHER, "t5 (a)": architectures.BOTH}
+    reached = pd.DataFrame({"type": of.keys(), "press": "Knorm", "reach": of.values()})
+    monkeypatch.setattr(architectures, "reach", lambda _: reached)
+    table = pd.DataFrame({"bad": [0], "cells": [4]})
+    found, *_ = EXPERIMENT.findings({"architectures": table})
+    assert "on 2 of 3 decoders, at least one on **2**" in found.text
+
+
 def test_nothing_is_wrong_in_the_committed_results():
     tables = {path.stem: read_table(path) for path in RESULTS.glob("architectures*.csv")}
     assert EXPERIMENT.passed(tables)
