@@ -248,7 +248,7 @@ def test_what_a_buffer_cannot_hold_is_refused(make_press):
         model(token_ids(1, 20), past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", ["keys", "heads", "rerotated"])
+@pytest.mark.parametrize("name", ["keys", "heads", "rerotated", "decoding"])
 def test_a_full_buffer_is_an_error(name):
     model = build("llama")
     cache, other = (StaticCache(config=model.config, max_cache_len=22) for _ in range(2))

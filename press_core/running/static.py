@@ -25,15 +25,16 @@ from press_core.traits import Evicts, Phase
 
 
 def require_room(scope: ScopeState, forward: Forward) -> None:
-    """Raise if a context does not fit into a static cache; torch's own error says only an index."""
-    if not forward.is_context:
-        return
+    """Raise if tokens do not fit into static layers that nothing was evicted from.
+
+    Torch's own error says only an index. A pruned layer may be pruned again first, to make room.
+    """
     scopes = scope.on_layers.by_scope  # where one prunes by chunk, each makes room for others
     by_chunk = any([other.traits.phases & Phase.CHUNKS for other in list(scopes)])
     n = forward.n_tokens + (0 if by_chunk else forward.n_remaining)
     for layer in getattr(forward.cache, "layers", []):
         if isinstance(layer, StaticLayer) and not layer.is_sliding:
-            _require_room(n, layer.max_cache_len)
+            _require_room(n, layer.max_cache_len - int(_filled(layer)))
 
 
 def _require_room(n: int, room: int) -> None:
@@ -151,6 +152,11 @@ class PrunedStaticLayer(PrunedLayer):
     @property
     def room(self) -> int:
         return int(self.max_cache_len) - self.kept.n_slots
+
+    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not (isinstance(self.inner, Buffer) or torch.compiler.is_compiling()):
+            _require_room(key_states.shape[-2], self.max_cache_len - self.n_slots)
+        return super().update(key_states, *args, **kwargs)
 
     def states(self) -> tuple[Tensor, Tensor]:
         n = self.n_slots
