@@ -133,8 +133,8 @@ def _inherited(cls: type, name: str, default: Any) -> Any:
 class Patch:
     """One layer on one attribute. `remove()` takes it off; a second `remove()` does nothing."""
 
-    def __init__(self, stack: _Stack, layer: Layer, shared: bool) -> None:
-        self._stack: _Stack | None = stack
+    def __init__(self, layer: Layer, shared: bool) -> None:
+        self._stack: _Stack | None = None
         self.layer, self.shared = layer, shared
 
     def remove(self) -> None:
@@ -190,24 +190,30 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
             raise TypeError(f"{what} is a {type(value).__name__}, which cannot be called")
     if name == "__call__" and not isinstance(owner, type):
         raise TypeError(f"calls run the __call__ of a class; patch that of {type(owner).__name__}")
+    patch = Patch(layer, shared)
+    try:
+        _install(patch, owner, name)
+    except BaseException:  # as by an interrupt: nobody gets the patch
+        patch.remove()
+        raise
+    return patch
+
+
+def _install(patch: Patch, owner: Any, name: str) -> None:
     with _lock:
-        stack = _stack_of(vars(owner).get(name), owner, name)
-        if stack is None:
-            stack = _Stack(owner, name)
-            setattr(owner, name, stack.wrapper)
-            if vars(owner).get(name) is not stack.wrapper:
-                setattr(owner, name, stack.wrapped)
-                raise TypeError(
-                    f"{name!r} of a {type(owner).__name__} is a child module, a slot or property; "
-                    "patch a method of what it holds instead, such as the `forward` of a module"
-                )
+        stack = patch._stack = _stack_of(vars(owner).get(name), owner, name) or _Stack(owner, name)
+        setattr(owner, name, stack.wrapper)
+        if vars(owner).get(name) is not stack.wrapper:
+            setattr(owner, name, stack.wrapped)
+            raise TypeError(
+                f"{name!r} of a {type(owner).__name__} is a child module, a slot or property; "
+                "patch a method of what it holds instead, such as the `forward` of a module"
+            )
         if isinstance(owner, nn.Module):
             vars(owner).setdefault("__reduce_ex__", _CleanReduce(owner))
         if (copies := _copies_of(owner)) and stack not in copies.stacks:
             copies.stacks.append(stack)
-        patch = Patch(stack, layer, shared)
         stack.hold((patch, *stack.patches))
-        return patch
 
 
 def is_covered(owner: nn.Module, name: str) -> bool:

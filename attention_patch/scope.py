@@ -123,7 +123,7 @@ class Reading(InstalledPress):
 
     def install(self, scope: ScopeState) -> None:
         around = partial(around_decoder, scope, names_of(scope.decoder))
-        scope.install(wrap(scope.decoder, "forward", around))
+        scope.installed.append(wrap(scope.decoder, "forward", around))
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
         for site in scope.sites:

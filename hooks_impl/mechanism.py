@@ -51,9 +51,9 @@ class BasePress(KvpressCompatible, InstalledPress):
         """Install what is called around the decoder's forward; closing `scope` removes it."""
         scope.warnings.append(partial(_bypassed, scope))
         decoder, enter = scope.decoder, Hook(partial(_enter, scope, names_of(scope.decoder)))
-        scope.install(decoder.register_forward_pre_hook(enter, with_kwargs=True))
+        scope.installed.append(decoder.register_forward_pre_hook(enter, with_kwargs=True))
         leave = Hook(partial(_leave, scope))
-        scope.install(decoder.register_forward_hook(leave, prepend=True, always_call=True))
+        scope.installed.append(decoder.register_forward_hook(leave, prepend=True, always_call=True))
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
         """Install what acts on the attention modules; removed while no forward needs it."""

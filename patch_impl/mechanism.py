@@ -52,7 +52,7 @@ class BasePress(InstalledPress):
         self._check_uncovered(scope.decoder, "the decoder")
         scope.warnings.append(partial(_lost, scope))
         around = partial(around_decoder, scope, names_of(scope.decoder))
-        scope.install(wrap(scope.decoder, "forward", around))
+        scope.installed.append(wrap(scope.decoder, "forward", around))
 
     def install_on_layers(self, scope: ScopeState) -> Iterator[Removable]:
         """Install what acts on the attention modules; removed while no forward needs it."""

@@ -1,7 +1,6 @@
 """Hooks or patches of open scopes on attention modules, installed only while forwards need them."""
 
 import threading
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -57,8 +56,12 @@ class OnLayers:
         with self._lock:
             for scope, installed in self.by_scope.items():
                 if not installed or not self.are_on:
-                    removed(installed)  # an interrupt may have left some of them
-                    self.by_scope[scope] = _installed(scope)
+                    remove_all(installed)  # an interrupt may have left some of them
+                    try:
+                        installed.extend(scope.press.install_on_layers(scope))  # one by one
+                    except BaseException:
+                        remove_all(installed)
+                        raise
             self.are_on, self._n_compiled = True, n_compiled()
 
     def take_off(self, scope: Any, entering: Any = None) -> None:
@@ -82,22 +85,11 @@ class OnLayers:
             if n_compiled() != self._n_compiled and any(graphs_of(scope.sites)):
                 self.are_on = self.stay = True
                 return
-            for other, installed in self.by_scope.items():
-                removed(installed)
-                self.by_scope[other] = []
+            for installed in self.by_scope.values():
+                remove_all(installed)
 
 
-def _installed(scope: Any) -> list[Removable]:
-    """Install the press of `scope` on its layers; if that fails, nothing stays installed."""
-    with ExitStack() as undoing:
-        installed = []
-        for removable in scope.press.install_on_layers(scope):
-            installed.append(removable)
-            undoing.callback(removable.remove)
-        undoing.pop_all()
-    return installed
-
-
-def removed(installed: list[Removable]) -> None:
-    """Remove everything in `installed`, the last first."""
+def remove_all(installed: list[Removable]) -> None:
+    """Remove everything in `installed`, the last first, and empty the list."""
     call_all([removable.remove for removable in reversed(installed)])
+    installed.clear()

@@ -21,7 +21,7 @@ from press_core.errors import ScopeError
 from press_core.forward import Arguments, Forward, current
 from press_core.model.decoder import decoder_of, uncompiled
 from press_core.model.sites import AttentionSite
-from press_core.on_layers import OnLayers, Removable, removed
+from press_core.on_layers import OnLayers, Removable, remove_all
 from press_core.press import Press
 from press_core.probe import verified
 from press_core.tally import Tally
@@ -157,10 +157,6 @@ class ScopeState:
         cache.layers[layer_idx] = layer
         layer.remember(self.key, memory)
 
-    def install(self, removable: Removable) -> None:
-        """Register `removable` to be removed when the scope closes."""
-        self.installed.append(removable)
-
     def note_outside(self, given: Arguments) -> None:
         """Note a forward of an attention module that is part of no forward of the decoder."""
         if not (torch.compiler.is_compiling() or self.tally.n_forwards or current.left_out):
@@ -175,6 +171,13 @@ class ScopeState:
         for those of other threads it blocks; inside a forward of this thread, closing is deferred
         to the end of that forward.
         """
+        try:
+            self._close()
+        except BaseException:
+            self._close()  # what an interrupt has left
+            raise
+
+    def _close(self) -> None:
         with _opening:
             self.key.is_open = False
         inside = self._under_way(in_this_thread=True)
@@ -209,17 +212,15 @@ class ScopeState:
         with _opening:
             if self.model is None:  # already taken off
                 return
-            try:
-                # One reads what is installed.
+            try:  # before anything is removed: one reads what is installed
                 checks = *self.warnings, self._opened_too_late, self._saw_layers_only
                 found = [text for check in checks if (text := check())]
             finally:
                 self.warnings = []
-                for layer in list(self.key.layers):
-                    layer.remember(self.key, None)
+                self.key.forget()
                 self.installed += self.on_layers.drop(self)
                 try:
-                    removed(self.installed)
+                    remove_all(self.installed)
                 except Exception:  # after an interrupt, closing the scope again removes the rest
                     self._forget()
                     raise
@@ -342,6 +343,9 @@ class Scope:
             state = self.state
         if state is not None:
             state.close()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy is closed
+        return vars(self) | {"state": None}
 
     def __enter__(self) -> Scope:
         return self.open()

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
+from attention_patch.reversible import _install, wrap
 from press_core import ScopeError, kept_lengths
 from press_core.scope import ScopeState, bound_to
 from tests.support import (
@@ -82,8 +83,9 @@ def test_a_scope_may_not(package, model):
 )
 def test_a_copy_made_inside_a_scope_is_not_pruned(package, make_copy, model):
     reference = run(model)
-    with package.SnapKVPress(0.5, window_size=4)(model):
+    with package.SnapKVPress(0.5, window_size=4)(model) as model.scope:
         twin = make_copy(model)
+        twin.scope.remove()  # it is closed
         assert kept(model) == [20] * 3
         assert kept(twin) == [40] * 3
     assert kept(twin) == [40] * 3
@@ -166,27 +168,30 @@ def test_so_is_one_that_could_not_act_in_turn_around_the_decoder(model):
 
 
 @both
-def test_closing_may_be_interrupted_in_any_line_and_done_again(package, model):
-    source, first = inspect.getsourcelines(ScopeState.take_off)
+@pytest.mark.parametrize("interrupted", [_install, wrap, ScopeState.take_off])
+def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted, model):
+    source, first = inspect.getsourcelines(interrupted)
+    code = inspect.unwrap(interrupted).__code__
 
     def trace(frame, event, _):
-        own = frame.f_code is ScopeState.take_off.__code__ and event == "line"
         # Python looks for interrupts in calls and loops, never where a block begins or ends.
-        if own and not source[frame.f_lineno - first].strip().startswith(("with", "try")):
+        ends = "with", "try", "return"
+        own = frame.f_code is code and event == "line"
+        if own and not source[frame.f_lineno - first].strip().startswith(ends):
             lines.append(frame.f_lineno)
             if len(lines) == n:
                 raise KeyboardInterrupt
         return trace
 
+    press = package.AdaKVPress(package.SnapKVPress(0.5))
     before, n, lines = snapshot(model), 0, []
-    while len(lines) == n:
+    while len(lines) >= n:
         n, lines = n + 1, []
-        scope = package.SnapKVPress(0.5).register(model)
         sys.settrace(trace)
         try:
-            scope.remove()
+            press.register(model).remove()
         except KeyboardInterrupt:
-            scope.remove()
+            assert len(lines) >= n
         finally:
             sys.settrace(None)
         assert snapshot(model) == before
@@ -296,7 +301,7 @@ def test_what_was_installed_comes_off_once_the_last_first(names, model):
     state, removed = bound_to(patch_impl.KnormPress(0.5), model), list[str]()
     state.key.is_open = True
     for name in names:
-        state.install(Removable(name, removed))
+        state.installed.append(Removable(name, removed))
     with pytest.raises(RuntimeError, match="stuck") if "stuck" in names else nullcontext():
         state.close()
     state.close()

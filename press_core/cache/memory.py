@@ -27,6 +27,13 @@ class Key:
         self.is_open = False
         self.layers: WeakSet[Any] = WeakSet()
 
+    def forget(self) -> None:
+        """Remove the scope's memory from all layers."""
+        # Copied in one piece: a decode step that closing does not wait for may add a layer.
+        for ref in self.layers.data.copy():  # type: ignore[attr-defined]
+            if (layer := ref()) is not None:
+                layer.remember(self, None)
+
     def __deepcopy__(self, _: Any) -> Key:
         return self
 

@@ -213,7 +213,7 @@ def test_later_forwards_are_compared_too(model):
         def install(self, scope):
             super().install(scope)
             for site in scope.sites:
-                scope.install(self.after(site.module, self.change))
+                scope.installed.append(self.after(site.module, self.change))
 
         def change(self, args, output):
             states, *rest = output
