@@ -51,6 +51,8 @@ _NEVER_CALLED = {
     "compute_window_queries": ("ThinKPress", "override channel_scores(call)"),
     "is_lazy": ("SimLayerKVPress", "override laziness(call)"),
     "compress_post": ("KVzipPress", "override choose(scores)"),
+    "load_attention_pattern": ("DuoAttentionPress", "give head_scores= to the press"),
+    "load_q_filters": ("QFilterPress", "give filters= to the press"),
     "score": ("FinchPress", "override scores(call, n_question)"),
 }
 """Methods of kvpress's presses that are not methods here: the press, and what to do instead."""

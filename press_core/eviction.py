@@ -64,6 +64,9 @@ class Eviction:
         yield self.keys
         yield self.values
 
+    def __getitem__(self, index: int | slice) -> Any:
+        return tuple(self)[index]
+
     # ---- the kinds -------------------------------------------------------------------------------
 
     @classmethod

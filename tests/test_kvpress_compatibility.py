@@ -87,8 +87,9 @@ class Twice(KnormPress):
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
         given = module, hidden_states, keys, values, attentions, kwargs
-        keys, values = super().compress(*given)
-        return super().compress(*given[:2], keys, values, *given[4:])
+        kept = super().compress(*given)
+        keys, _ = kept
+        return super().compress(*given[:2], keys, kept[1], *given[4:])
 
 
 def test_a_press_may_return_what_another_keeps_of_some_of_the_keys():
