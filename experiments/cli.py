@@ -77,13 +77,16 @@ class FrontDoor(TyperGroup):
         except Exception as error:
             from press_core.errors import PressError
 
-            # The messages of these say what to do instead.
-            users = isinstance(error, (UserError, PressError, OSError))
+            # The messages of these say what to do instead, or that memory ran out.
+            users = isinstance(error, (UserError, PressError, OSError, MemoryError))
+            users = users or (isinstance(error, RuntimeError) and "allocate" in str(error))
             if ctx.params.get("debug") or not users or isinstance(error, BrokenPipeError):
                 raise
             reason = str(error)
-            if isinstance(error, FileNotFoundError) and error.filename:
-                reason = f"there is no file {error.filename}"
+            if isinstance(error, OSError) and error.filename:
+                missing = isinstance(error, FileNotFoundError)
+                what = "there is no file" if missing else f"{error.strerror}:"
+                reason = f"{what} {error.filename}"
             typer.echo(f"error: {' '.join(reason.split())}", err=True)
             raise typer.Exit(2) from None
 

@@ -110,8 +110,8 @@ def draw(batch_size: int, context: int, facts: int, generator: torch.Generator) 
     most = min(len(KEYS), context // 2)
     if not 1 <= facts <= most:
         raise ValueError(
-            f"facts is {facts}, which does not fit in a context of {context} words: it holds 1 to "
-            f"{most}, each of two words and about a key of its own"
+            f"facts is {facts}; give 1 or more: a context of {context} words holds {most} at most, "
+            "each of two words and about a key of its own"
         )
     keys = _distinct(batch_size, len(KEYS), facts, generator) + _FIRST_KEY
     values = torch.randint(len(VALUES), (batch_size, facts), generator=generator) + _FIRST_VALUE

@@ -88,7 +88,7 @@ def _own_classes(text: str) -> list[type[Any]]:
         UserError: if they cannot be imported, are not a press with hooks and one with patches, or
             are not made by a `compression_ratio` alone.
     """
-    with refusing(f"cannot import {text!r}", ImportError, AttributeError, ValueError):
+    with refusing(f"cannot import {text!r}", Exception, advice="; --debug shows where"):
         classes: list[Any] = [resolve_name(part.strip()) for part in text.split(",")]
     are_presses = [getattr(cls, "mechanism", None) for cls in classes] == ["hooks", "patches"]
     with suppress(TypeError):  # which says that a class takes other arguments

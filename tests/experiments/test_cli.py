@@ -53,11 +53,13 @@ def test_every_command_has_help_of_its_own(name):
 
 
 @pytest.mark.parametrize(
-    "kind", [HyperparameterError, UserError, ModelNotFoundError, FileNotFoundError]
+    "kind", [HyperparameterError, UserError, ModelNotFoundError, FileNotFoundError, MemoryError]
 )
 def test_errors_of_the_user_take_one_line(monkeypatch, kind):
     offer(monkeypatch, kind("KnormPress(ratio=2):\n  must be\n  smaller"))
     assert refused("trace") == "error: KnormPress(ratio=2): must be smaller\n"
+    offer(monkeypatch, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert "can't allocate memory" in refused("trace")
 
 
 @pytest.mark.parametrize(

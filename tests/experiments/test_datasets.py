@@ -273,8 +273,9 @@ def test_columns_that_are_missing_are_named(hub, tokenizer, task, row, words):
     data = hub(name, {path: [row]}, "" if name in paths else card_of(config))
     with pytest.raises(UserError, match=words):
         load(task, 9, 0, tokenizer, data=data)
-    with pytest.raises(UserError, match=r" loogle .*--data.*simonjegou/loogle"):
-        load("loogle/shortdep_qa", 9, 0, tokenizer, data=data)
+    for folder in (data, "no_such_folder"):  # which is not looked up on the hub
+        with pytest.raises(UserError, match=r" loogle .* from /.*--data.*simonjegou/loogle"):
+            load("loogle/shortdep_qa", 9, 0, tokenizer, data=folder)
 
 
 # ---- metrics -----------------------------------------------------------------------------------

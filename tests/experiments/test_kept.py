@@ -162,6 +162,7 @@ def test_what_the_commands_refuse(tmp_path):
     refusals = {
         "is there already": ("compress", "--output", text, "--context", text),
         "is no text in UTF-8": ("compress", "--output", path, "--context", text),
+        "Is a directory: ": ("compress", "--output", path, "--context", tmp_path),
         "there is no file": ("compress", "--output", path, "--context", path),
         "there is no press": ("compress", "--output", path, "--press", "X", "--context", text),
         "is no compressed cache": ("ask", "--cache", text, "--question", "? alice"),

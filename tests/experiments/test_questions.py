@@ -16,12 +16,15 @@ from tests.support import table_beside
 def folder(tmp_path_factory):
     """A tiny model in the words of the facts task, and a text of 500 of them."""
     folder = saved(tmp_path_factory.mktemp("models") / "tiny", "gpt_neox")
+    (folder / "broken.py").write_text("class Press(")
     (folder / "text.txt").write_text(" ".join(KEYS[:50] * 10), encoding="utf-8")
     return folder
 
 
 @pytest.fixture
-def run(folder):
+def run(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+
     def invoke(name, options, *more, status):
         given = f"{SMALL.get(name, '')} {options}".replace("{own}", OWN)
         words = [word.replace("TINY", str(folder)) for word in given.split()]

@@ -79,7 +79,9 @@ def rows_of(published: Published, name: str, wanted: Wanted) -> Iterable[Mapping
         UserError: if the repository cannot be loaded, or lacks a column.
     """
     task, length, data = wanted.task, wanted.length, wanted.settings.data
-    source = published.hub if data is None else os.path.join(os.path.expanduser(data), name)
+    source = published.hub
+    if data is not None:  # absolute, as a relative folder that is missing would be a hub id
+        source = os.path.abspath(os.path.join(os.path.expanduser(data), name))
     where: dict[str, Any] = {"split": published.split}
     where |= {"name": published.config.format(task)} if published.task_is == "config" else {}
     where |= {"data_dir": str(length)} if published.length else {}
