@@ -32,9 +32,10 @@ def require_room(scope: ScopeState, forward: Forward) -> None:
     scopes = scope.on_layers.by_scope  # where one prunes by chunk, each makes room for others
     by_chunk = any([other.traits.phases & Phase.CHUNKS for other in list(scopes)])
     n = forward.n_tokens + (0 if by_chunk else forward.n_remaining)
-    for layer in getattr(forward.cache, "layers", []):
-        if isinstance(layer, StaticLayer) and not layer.is_sliding:
-            _require_room(n, layer.max_cache_len - int(_filled(layer)))
+    layers = getattr(forward.cache, "layers", [])
+    whole = [layer for layer in layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    for layer in whole[:1]:  # all of them hold the same tokens
+        _require_room(n, layer.max_cache_len - int(_filled(layer)))
 
 
 def _require_room(n: int, room: int) -> None:
