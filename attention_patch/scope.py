@@ -92,9 +92,9 @@ def _forward(
     site: AttentionSite, backend: str | None, call_next: Any, *args: Any, **kwargs: Any
 ) -> Any:
     forward, owner = current.forward, site.place.owner
-    if forward is None or not forward.helps or forward.cache is None:
+    if forward is None or not forward.helped:
         return call_next(*args, **kwargs)
-    layer = forward.cache.layers[site.layer_idx] if owner is None else None
+    layer = forward.helped[site.layer_idx] if owner is None else None
     attends = type(layer) in ATTEND and forward.reading is not layer  # else another scope does
     given = Arguments(args, kwargs, site.signature.parameters)
     given = before_attention(forward, site, given, attends)

@@ -116,7 +116,7 @@ def _leave(scope: ScopeState, _: nn.Module, args: tuple[Any, ...], output: Any) 
 def _before(site: AttentionSite, _: nn.Module, args: tuple[Any, ...], *kwargs: Any) -> Any:
     """Called before an attention module's forward."""
     forward = current.forward
-    if forward is None or not forward.helps or not kwargs:
+    if forward is None or not forward.helped or not kwargs:
         return None
     given = Arguments(args, kwargs[0], site.signature.parameters)
     given = entry.before_attention(forward, site, given)

@@ -113,7 +113,7 @@ def _attention(
     forward, given = current.forward, Arguments(args, kwargs, site.signature.parameters)
     if forward is None:
         scope.note_outside(given)
-    if forward is None or not (forward.helps or scope in forward.acting):
+    if forward is None or not (forward.helped or scope in forward.acting):
         return call_next(*args, **kwargs)
     given = entry.before_attention(forward, site, given)
     if scope not in forward.acting:

@@ -148,11 +148,11 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         _continue(scope, forward)
     layers, own = pruned_layers(forward.cache), forward.given.get(MASK)
     forward.given = with_counted_columns(forward, layers)
-    forward.helps, given = needs_help(forward, layers), forward.given
-    if forward.helps:
+    given, forward.helped = forward.given, ()
+    if needs_help(forward, layers):
         note_masked(forward)
         forward.reading, given = one_mask(forward, scope.sites[0], layers)
-        forward.helps = forward.reading is None
+        forward.helped = forward.cache.layers if forward.reading is None else ()
     forward.notes[MADE] = given.get(MASK), own
     _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
@@ -196,7 +196,7 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
 
 
 def _is_idle(forward: Forward) -> bool:
-    busy = forward.acting or forward.helps or forward.outer is not None or forward.at_end
+    busy = forward.acting or forward.helped or forward.outer is not None or forward.at_end
     after = forward.is_context and any(
         scope.traits.phases & Phase.AFTER_DECODER for scope in forward.entered
     )
@@ -325,10 +325,10 @@ def before_attention(
     Args:
         attends: whether an attention function of this library reads the layer.
     """
-    if not forward.helps or forward.cache is None:
+    if not forward.helped:
         return given
     if site.place.owner is None:
-        given = helped(forward, site, given, forward.cache.layers[site.layer_idx], attends)
+        given = helped(forward, site, given, forward.helped[site.layer_idx], attends)
         forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
         return given
     owner: dict[str, Any] = forward.notes.get((GIVEN, site.place.owner), {})

@@ -38,9 +38,9 @@ class Arguments(NamedTuple):
 
     def get(self, name: str) -> Any:
         """The argument called `name`, positional or by keyword, or None."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        return dict(zip(self.names, self.args, strict=False)).get(name)
+        if self.args and name not in self.kwargs:
+            return dict(zip(self.names, self.args, strict=False)).get(name)
+        return self.kwargs.get(name)
 
     @property
     def cache(self) -> Any:
@@ -129,7 +129,7 @@ class Forward:
         acting: those of them that act around its attention modules, each with its state.
         outer: the forward of this or another decoder in which this one runs.
         notes: values computed once for all layers: masks, positions, notes of a press.
-        helps: whether it reads layers that need their own masks or positions.
+        helped: the layers of the cache, if some need their own masks or positions; else empty.
         reading: the cache layer about to be read, if its mask and positions are ready; or an
             `OneMask`, if the model's mask serves all layers.
         at_failure: callbacks for when an exception ends it.
@@ -147,7 +147,7 @@ class Forward:
     acting: dict[Any, Progress] = field(default_factory=dict)
     outer: Forward | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
-    helps: bool = False
+    helped: Sequence[Any] = ()
     reading: Any = None
     at_failure: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
