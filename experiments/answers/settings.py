@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from experiments import UserError, data_of, refusing
 from experiments.answers.datasets import SOURCES
+from experiments.framework.options import several
 from experiments.framework.plots import is_own
 from experiments.framework.wording import refused
 
@@ -75,33 +76,31 @@ class Grid:
     ] = STUDIED
     ratio: Annotated[
         AtLeastOne[Share],
-        typer.Option(
-            help="Share of the tokens to evict; 0: no press. Repeat it for several. With a budget "
-            "and no ratio: 0.",
-        ),
+        several(float, "Share of the tokens to evict; 0: no press. With a budget and no ratio: 0."),
     ] = (0.0, 0.5, 0.8)
     budget: Annotated[
         Several[Count],
-        typer.Option(
-            help="Tokens of a context to keep, besides or instead of ratios; repeat it for several."
-        ),
+        several(int, "Tokens of a context to keep, besides or instead of ratios."),
     ] = ()
-    mechanism: Annotated[
-        AtLeastOne[Literal["hook", "patch"]], typer.Option(help="hook or patch.")
-    ] = ("hook", "patch")
+    mechanism: Annotated[AtLeastOne[Literal["hook", "patch"]], several(str, "hook or patch.")] = (
+        "hook",
+        "patch",
+    )
     dataset: Annotated[
         AtLeastOne[str],
-        typer.Option(
-            help="NAME, NAME/TASK, NAME@LENGTH or NAME/TASK@LENGTH; repeat it for several. NAME is "
-            f"one of {', '.join(SOURCES)}."
+        several(
+            str,
+            "NAME, NAME/TASK, NAME@LENGTH or NAME/TASK@LENGTH. NAME is one of "
+            f"{', '.join(SOURCES)}.",
         ),
     ] = ("facts",)
     samples: Annotated[Count, typer.Option(help="Questions per task.")] = 48
     needle_depth: Annotated[
         Several[Annotated[float, Field(ge=0, le=1)]],
-        typer.Option(
-            help="Depth of the needle, from 0 (start) to 1 (end), a question each; repeat it for "
-            "several. By default evenly spread ones."
+        several(
+            float,
+            "Depth of the needle, from 0 (start) to 1 (end), a question each; evenly spread by "
+            "default.",
         ),
     ] = ()
     seed: Annotated[int, Field(ge=0, lt=2**32), typer.Option(help="Seed of all random draws.")] = 0
