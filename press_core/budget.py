@@ -30,6 +30,7 @@ class Tokens:
                 f"Tokens({self.n!r}, {self.progress!r}): n must be a number of tokens, 1 or more, "
                 "and progress a number in [0, 1]"
             )
+        vars(self).update(n=int(self.n), progress=float(self.progress))
 
     def __repr__(self) -> str:
         return f"Tokens({self.n})" if self.progress == 1 else f"Tokens({self.n}, {self.progress})"

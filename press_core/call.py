@@ -182,7 +182,7 @@ class AttentionCall:
         rotated = self._rotated(0)
         if self.site.rotary is not None and self.at.embeddings is not None:
             return self.site.rotary.unrotate(rotated, *self.at.embeddings)
-        return rotated
+        return upcast(rotated)
 
     def _rotated(self, start: int) -> Tensor:
         query, rotary = self._collected(), self.site.rotary

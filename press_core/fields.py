@@ -4,11 +4,12 @@ import reprlib
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 from torch import nn
 
 from press_core.budget import is_amount
@@ -23,14 +24,13 @@ def limited(default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
 def count(default: Any = MISSING, at_least: int = 0, of: str = "a number of tokens, ") -> Any:
     """A field for a whole number; None is allowed if it is the default."""
     none = "None or " if default is None else ""
-    return limited(
-        default, lambda n: (default is n is None) or n >= at_least, f"{none}{of}{at_least} or more"
-    )
+    allowed = f"{none}{of}{at_least} or more"
+    return limited(default, lambda n: default is n is None or at_least <= n < inf, allowed)
 
 
-def number(default: float, low: float, high: float = float("inf")) -> Any:
+def number(default: float, low: float, high: float = inf) -> Any:
     """A field for a number in [`low`, `high`]."""
-    allowed = f"{low:g} or more" if high == float("inf") else f"a number in [{low:g}, {high:g}]"
+    allowed = f"{low:g} or more" if high == inf else f"a number in [{low:g}, {high:g}]"
     return limited(default, lambda x: low <= x <= high and isfinite(x), allowed)
 
 
@@ -96,7 +96,7 @@ _PLAIN: dict[Any, tuple[type, str]] = {
 
 
 def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
-    """Raise if a field of `press` holds a value that it does not take.
+    """Raise if a field of `press` holds a value that it does not take; make numpy's numbers plain.
 
     Types are checked for fields of plain types, of `Literal` strings and of a single press; a field
     that a class leaves for later, `field(init=False)`, once it is set. Only a field of another type
@@ -134,6 +134,8 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
+        if isinstance(value, np.number):  # in its few bits, sums and negative numbers overflow
+            vars(press)[declared.name] = value.item()
     for declared in known:
         if "above" in declared.metadata:
             other, value = declared.metadata["above"], getattr(press, declared.name)

@@ -16,7 +16,7 @@ from press_core.errors import PressError
 from press_core.eviction import Eviction, described, memory_of
 from press_core.fields import limited
 from press_core.press import MeasuredPress, Press, RatioPress
-from press_core.select import is_dense, top_positions
+from press_core.select import is_dense, top_positions, upcast
 from press_core.traits import Evicts, Needs, Phase
 
 
@@ -77,7 +77,7 @@ class TokenScorer(BudgetPress):
         return Eviction.keep(call, top_positions(self.checked_scores(call), n))
 
     def checked_scores(self, call: AttentionCall) -> Tensor:
-        """The result of `score`, checked for shape, dtype and NaN.
+        """The result of `score`, checked for shape, dtype and NaN, in float32 or better.
 
         Raises:
             PressError: with the press and what its `score` should return.
@@ -97,7 +97,7 @@ class TokenScorer(BudgetPress):
                 f"{name}.score returned NaN for some tokens of {call.site.name}, which cannot be "
                 "ranked; use -inf to evict a token first, inf to evict it last"
             )
-        return scores
+        return upcast(scores)
 
 
 class RatioScorer(RatioPress, TokenScorer):

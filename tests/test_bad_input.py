@@ -14,6 +14,7 @@ from experiments.testbed.recipes import DELIMITER
 from press_core import (
     HyperparameterError,
     PressError,
+    Tokens,
     UnsupportedInputError,
     UnsupportedModelError,
     attention_sites,
@@ -82,7 +83,9 @@ def test_a_model_in_place_of_a_press_made(package, name):
 
 
 def test_numbers_of_numpy_are_numbers(package):
-    assert package.SnapKVPress(numpy.float32(0.5), window_size=numpy.int64(4)).window_size == 4
+    press = package.SnapKVPress(numpy.float16(0.5), window_size=numpy.uint8(4))
+    assert [type(x) for x in (press.compression_ratio, press.window_size)] == [float, int]
+    assert (-press.window_size, 2 * Tokens(numpy.int8(100)).n) == (-4, 200)
     model, ids, caches = build("llama"), token_ids(1, 20), []
     for seed, n in ((100, 6), (numpy.int8(100), numpy.int64(6))):
         caches.append(DynamicCache(config=model.config))

@@ -145,6 +145,11 @@ def test_attention_of_images_is_that_of_the_model(package, name, block, monkeypa
 
     def read(call):
         received.append(received_attention(call))
+        if (weights := call.attentions) is not None:
+            means = weights.sum(dim=2) / (weights > 0).sum(dim=2)  # of those that see a key
+            of_groups = means.unflatten(1, (call.keys.shape[1], -1)).mean(dim=2)
+            score = package.ObservedAttentionPress(0.5).score(call)
+            torch.testing.assert_close(score, of_groups, rtol=0, atol=1e-5)
         chosen = call.select(torch.arange(call.length).expand(call.keys.shape[:3]))
         torch.testing.assert_close(received_attention(chosen), received[-1], rtol=0, atol=1e-5)
 

@@ -115,8 +115,7 @@ class Calibration:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by field; fields that are None are left out."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @torch.inference_mode(False)  # autograd cannot use inference tensors, also those of its cache
     def to(self: F, device: torch.device | str) -> F:
@@ -149,7 +148,7 @@ class Calibration:
         path = path_of(path)
         path = path if path.suffix == ".safetensors" else path / self.file_name
         about = {"kind": self.kind, "version": FORMAT_VERSION, "model": self.sizes}
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+        tensors = {name: x.cpu().contiguous().clone() for name, x in self.tensors.items()}
         with refused(path, "cannot be written", CalibrationError):
             path.parent.mkdir(parents=True, exist_ok=True)
             fits = not path.exists() or read(path)[0].get("kind") == self.kind

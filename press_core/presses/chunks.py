@@ -11,7 +11,7 @@ from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.fields import above, count
 from press_core.scoring import READS, BudgetPress, Wrapper
-from press_core.select import best_first, top_positions, upcast
+from press_core.select import best_first, top_positions
 from press_core.traits import Needs, Phase
 
 
@@ -65,7 +65,7 @@ class ChunkKV(Wrapper, BudgetPress):
 
     def alike(self, call: AttentionCall, n: int) -> Eviction:
         """Keep the same tokens in every head, by the sums of their scores."""
-        per_token = upcast(self.scorer.checked_scores(call)).sum(dim=(0, 1))
+        per_token = self.scorer.checked_scores(call).sum(dim=(0, 1))
         positions = self.choose(call, per_token, n).sort().values
         return Eviction.keep(call, positions.expand(*call.keys.shape[:2], -1))
 
@@ -130,7 +130,7 @@ class Block(Wrapper, BudgetPress):
     def spend(self, call: AttentionCall, n: int) -> Eviction:
         tokens = torch.arange(call.length, device=call.keys.device).expand(call.keys.shape[:3])
         kept = tokens[..., :n]
-        for block in tokens[..., n:].split(int(self.block_size), dim=-1):
+        for block in tokens[..., n:].split(self.block_size, dim=-1):
             candidates = torch.cat((kept, block), dim=-1)
             kept = candidates[..., -n:]
             if self.is_long_enough(candidates.shape[-1]):  # else too few to score: keep the latest
@@ -172,7 +172,8 @@ def gated_order(scores: Tensor, chunk_length: int, low_entropy_chunk_length: int
 def normalized_entropy(chunks: Tensor, held: Tensor) -> Tensor:
     """Entropy of each chunk's scores, normalized to a distribution, `(n,)`: 1 if all are equal.
 
-    A chunk with negative scores is shifted so that its minimum is 0. A single token has entropy 0.
+    A chunk with negative scores is shifted so that its minimum is 0. If all are 0 then, and for a
+    single token, the entropy is 0.
 
     Args:
         chunks: `(n, c)`.
@@ -181,5 +182,5 @@ def normalized_entropy(chunks: Tensor, held: Tensor) -> Tensor:
     least = chunks.masked_fill(~held, float("inf")).amin(dim=-1, keepdim=True).clamp(max=0)
     raised = (chunks - least) * held
     shares = raised / raised.sum(dim=-1, keepdim=True).clamp(min=1e-12)
-    counts = held.sum(dim=-1).clamp(min=2)
+    counts = held.sum(dim=-1).clamp(min=2).to(shares.dtype)
     return -torch.xlogy(shares, shares).sum(dim=-1) / counts.log()

@@ -93,7 +93,7 @@ class LagKV(RatioScorer):
         last = call.length - end + lag
         if self.cross_scoring:
             return with_ends(scores.flatten(2), n_sink, last)
-        ranks = scores.argsort(dim=-1).argsort(dim=-1) / lag
+        ranks = scores.argsort(dim=-1).argsort(dim=-1).to(scores.dtype) / lag
         return with_ends(ranks.flatten(2), n_sink, last, gap=0.5 / lag)
 
 

@@ -59,7 +59,7 @@ def layer_generator(seed: int | None, layer_idx: int) -> torch.Generator | None:
     """The CPU generator of a seed and layer; None (torch's global generator) if `seed` is None."""
     if seed is None:
         return None
-    return torch.Generator().manual_seed(int(seed) * _LAYERS + layer_idx)
+    return torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
 
 
 SINKS = "sinks before RoPE"
@@ -194,7 +194,7 @@ class SimLayerKV(MeasuredPress):
         return self.is_long_enough(length) and self.lazy_threshold < 1
 
     def compress(self, call: AttentionCall) -> Eviction:
-        if not self.is_long_enough(call.length) or self.laziness(call) <= self.lazy_threshold:
+        if not self.acts_on(call.length) or self.laziness(call) <= self.lazy_threshold:
             return Eviction.nothing(call)
         return sinks_and_recent(call, self.n_initial, self.n_recent - self.n_last)
 

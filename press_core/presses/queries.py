@@ -10,7 +10,7 @@ evicts, in [0, 1), or the `Tokens` that it keeps.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, cdist
@@ -39,8 +39,10 @@ class ObservedAttention(RatioScorer):
     def score(self, call: AttentionCall) -> Tensor:
         """Mean attention that each key received from the queries that can see it."""
         n_queries = call.length if call.at.tokens is not None else call.hidden_states.shape[1]
-        observers = torch.arange(call.length, 0, -1, device=call.keys.device)
-        return received_attention(call) / observers.clamp(max=max(1, n_queries))
+        observers = torch.arange(call.length, 0, -1, device=call.keys.device).clamp(max=n_queries)
+        earlier = call.bidirectional_of(call.length)  # tokens of an image before it also see it
+        observers = observers if earlier is None else observers + earlier.sum(dim=2)
+        return received_attention(call) / observers
 
 
 @dataclass
@@ -144,7 +146,7 @@ class DropKV(WindowScorer):
 
     window_size: int = count(32, 1)
     kernel_size: int = odd(7)
-    epsilon: float = limited(1e-6, lambda x: x > 0, "more than 0")
+    epsilon: float = limited(1e-6, lambda x: 0 < x < inf, "finite, and more than 0")
 
     def score(self, call: AttentionCall) -> Tensor:
         before = call.length - self.window_size

@@ -162,7 +162,8 @@ class KVzip(ReplayPress):
 
         def with_factors(call: AttentionCall) -> None:
             plus, states = self.kvzip_plus_normalization, call.hidden_states[0]
-            observe(call, chunk, 1 / upcast(states).norm(dim=-1) if plus else None)
+            inverse = (1 / upcast(states).norm(dim=-1)).nan_to_num(posinf=0)  # 0 for a zero state
+            observe(call, chunk, inverse if plus else None)
 
         with self.watch_attention(row, with_factors), torch.no_grad():
             for ids, chunk in replays:  # noqa: B007

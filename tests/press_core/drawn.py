@@ -168,6 +168,7 @@ def learned(layers, heads, kv_heads, head_dim, hidden_size):
     }
 
 
+ADAPTED = [f"layers.{i}.self_attn.q_proj" for i in range(2)]
 FITS = {
     "filters": fitted(QFilters),
     "stats": fitted(ExpectedAttentionStats),
@@ -178,8 +179,8 @@ FITS = {
     "head scores": fitted(HeadScores),
     "adapter": RestoreAdapter(
         drawn(8, WIDTH),
-        {"layers.0.self_attn.q_proj": drawn(3, WIDTH)},
-        {"layers.0.self_attn.q_proj": drawn(WIDTH, 3)},
+        dict.fromkeys(ADAPTED, drawn(3, WIDTH)),  # one tensor for both
+        {name: drawn(WIDTH, 3) for name in ADAPTED},
     ),
 }
 """One of everything that presses learn."""

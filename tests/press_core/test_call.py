@@ -48,9 +48,8 @@ def test_queries_before_rope_agree_bit_for_bit_and_are_those_of_the_model(family
     by_hook = _call(recorded).queries_before_rope()
     assert torch.equal(by_hook, _as_patched(recorded).queries_before_rope())
     torch.testing.assert_close(by_hook, recorded.collected[0], atol=1e-5, rtol=1e-4)
-    if recorded.site.rotary is not None:
-        half = _as_patched(record(family, LENGTH, torch.bfloat16))
-        assert half.queries_before_rope().dtype == torch.float32
+    half = _as_patched(record(family, LENGTH, torch.bfloat16))
+    assert half.queries_before_rope().dtype == torch.float32
 
 
 def test_what_nobody_collected_or_prepared_is_missed_by_name():

@@ -48,13 +48,14 @@ def same(one, two):
 
 
 @of_every_kind
-def test_what_is_saved_is_loaded(name, tmp_path):
-    fit = FITS[name]
+def test_what_is_saved_is_loaded(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fit, in_home = FITS[name], "~/other.safetensors"
     beside = fit.save(tmp_path / "new" / "folder")
-    alone = fit.save(str(tmp_path / "other.safetensors"))
+    alone = fit.save(in_home)
     assert beside == tmp_path / "new" / "folder" / f"{TABLES['file_names'][name]}.safetensors"
     assert alone == tmp_path / "other.safetensors"
-    for source in (beside, str(beside.parent), alone, str(alone)):
+    for source in (beside, str(beside.parent), alone, str(alone), in_home):
         assert same(type(fit).load(source), fit)
     assert beside.stat().st_mode & 0o044, "as readable as any file"
     with safe_open(beside, framework="pt") as file:
@@ -67,12 +68,6 @@ def test_what_cannot_be_written_is_told_with_its_path(tmp_path):
     (tmp_path / "folder").touch()
     with pytest.raises(CalibrationError, match=r"folder/qfilters\.safetensors' cannot be written"):
         FILTERS.save(tmp_path / "folder")
-
-
-def test_what_is_saved_in_a_home_folder_is_found_there(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    FILTERS.save("~/folder")
-    assert same(QFilters.load("~/folder"), FILTERS)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):

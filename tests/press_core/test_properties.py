@@ -1,6 +1,7 @@
 """What holds for the formulas of all presses, and for some of them alone."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -44,11 +45,15 @@ def _kept(scores, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @of_every_formula
-def test_scores_are_single_precision_and_finite(name, dtype):
-    for length, scale in product((6, 7, 12, LENGTH), (1e-6, 1.0, 1e3)):
-        if PRESSES[name][0].is_long_enough(length):
-            scores = scores_of(name, _call(length=length, dtype=dtype, scale=scale))
-            assert scores.shape == (BATCH, KV_HEADS, length)
+def test_scores_are_single_precision_and_finite(name, dtype, request):
+    sizes = product((6, 7, 12, LENGTH), (1e-6, 1.0, 1e3))
+    calls = [_call(length=length, dtype=dtype, scale=scale) for length, scale in sizes]
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(dtype)
+    for call in calls:
+        if PRESSES[name][0].is_long_enough(call.length):
+            scores = scores_of(name, call)
+            assert scores.shape == (BATCH, KV_HEADS, call.length)
             assert scores.dtype == torch.float32
             assert scores.isfinite().all()
 
@@ -147,10 +152,8 @@ def test_a_sketch_depends_on_the_layer_alone():
 def test_streaming_llm_keeps_exactly_the_sinks_and_the_most_recent(length, ratio, n_sink):
     n = n_kept(length, ratio)
     scores = formulas.StreamingLLM(ratio, n_sink).score(_call(length=length, budget=n))
-    if n_sink >= n:
-        expected = list(range(n))  # the budget has room for sinks only
-    else:
-        expected = [*range(n_sink), *range(length - (n - n_sink), length)]
+    n_sink = min(n_sink, n)
+    expected = [*range(n_sink), *range(length - (n - n_sink), length)]
     assert _kept(scores, n) == [[expected] * KV_HEADS] * BATCH
 
 
@@ -166,6 +169,16 @@ def test_expected_attention_looks_from_after_the_last_position():
     moved = _call(position_ids=1000 + torch.arange(LENGTH)[None])
     assert not torch.allclose(press.score(moved), scores)
     assert torch.equal(press.score(_call(position_ids=None)), scores)  # they count from 0 then
+
+
+def test_no_layer_is_lazy_at_a_threshold_of_one():
+    """Not by rounding, either: the last query sees the first and recent tokens alone."""
+    for length in range(8, 60):
+        keys = torch.zeros(1, KV_HEADS, length, DIM)
+        keys[:, :, [2, 3, -1]] = -1e4
+        query = torch.ones(1, 4, length, DIM)
+        call = _call(length=length, batch=1, keys=keys, query=query, query_is_rotated=True)
+        assert formulas.SimLayerKV(n_initial=2, n_recent=length - 5).compress(call).is_whole
 
 
 def test_lagkv_ranks_within_each_block():

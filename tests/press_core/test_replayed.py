@@ -151,6 +151,13 @@ def test_kvgrad_is_what_keys_write_times_what_that_matters(package, frozen):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
 
 
+def test_queries_whose_hidden_states_are_zero_decide_nothing():
+    model, ids = float64_llama(), token_ids(1, CONTEXT)
+    model.model.embed_tokens.weight.data[ids[0, 5]] = 0
+    press = hooks_impl.KVzipPress(kvzip_plus_normalization=True, prompts=PROMPTS)
+    assert torch.stack(press.scores(model, ids)).isfinite().all()
+
+
 # ---- KVCompose -----------------------------------------------------------------------------------
 
 LENGTH = 9
