@@ -53,10 +53,6 @@ class Step:
     n: int
     states: Mapping[str, Tensor]
 
-    def first(self, n: int) -> Step:
-        """The same for the first `n` tokens."""
-        return Step(n, {name: x[..., :n, :] for name, x in self.states.items()})
-
 
 @dataclass(frozen=True, eq=False)
 class Memory:
@@ -126,5 +122,6 @@ class Memory:
         """The memory after the last `n` tokens were removed, counted as one forward each."""
         ticks, all_ticks = (max(FIRST, x - n) for x in (self.ticks, self.all_ticks))
         n_known = max(0, self.n_known - n)
-        steps = (Step(self.n_known, self.last()).first(n_known),) if n_known else ()
+        states = {name: x[..., :n_known, :] for name, x in self.last().items()}
+        steps = (Step(n_known, states),) if n_known else ()
         return replace(self, ticks=ticks, all_ticks=all_ticks, steps=steps, n_known=n_known)

@@ -26,6 +26,11 @@ RESERVED = 2
 """Empty slots before recent tokens: torch.compile specializes graphs for lengths 0 and 1."""
 
 
+def _of_recent(name: str) -> Any:
+    """The attribute `name` of the layer that holds the recent tokens."""
+    return property(lambda layer: getattr(layer.recent, name))
+
+
 class RaggedLayer(InPlaceLayer):
     """Keys and values of heads that hold different numbers of tokens.
 
@@ -55,6 +60,11 @@ class RaggedLayer(InPlaceLayer):
     attended_by: str | None = None
     max_cache_len = 0  # so that `generate` of transformers 5.2 does not use the cache again
     carried_until: int = 0
+
+    n_recent: Any = _of_recent("n_recent")
+    n_counted: Any = _of_recent("n_counted")
+    room: Any = _of_recent("room")
+    get_max_length: Any = _of_recent("get_max_length")
 
     def __init__(self, kept: Kept, n_heads: int, group: int) -> None:
         self._reset_metadata()
@@ -128,27 +138,12 @@ class RaggedLayer(InPlaceLayer):
         if self.room is not None:
             stay_in_place(self.keys, self.values, blocks.heads, blocks.hidden)
 
-    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of the kept context, head after head, without recent tokens.
-
-        Returns:
-            Keys and values `(sum(held), d)`, and their sequence positions.
-        """
-        index = self.blocks.slots(self.held).to(self.keys.device)
-        states = (self.keys.flatten(0, 1), self.values.flatten(0, 1), self.slots.flatten())
-        keys, values, positions = (x.index_select(0, index) for x in states)
-        return keys, values, positions
-
     # ---- contents --------------------------------------------------------------------------------
 
     @property
     def batch(self) -> int:
         """`B`."""
         return len(self.held) // self.n_heads
-
-    @property
-    def n_recent(self) -> int:
-        return self.recent.n_recent
 
     @property
     def counts(self) -> list[int]:
@@ -158,17 +153,6 @@ class RaggedLayer(InPlaceLayer):
     @property
     def n_slots(self) -> int:
         return max([0, *self.counts])
-
-    @property
-    def n_counted(self) -> Any:
-        return self.recent.n_counted
-
-    @property
-    def room(self) -> int | None:
-        return self.recent.room
-
-    def get_max_length(self) -> int:
-        return self.recent.get_max_length()
 
     @property
     def n_old(self) -> int:
@@ -194,11 +178,9 @@ class RaggedLayer(InPlaceLayer):
 
     def newest(self, n: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the last `n` tokens of every head, `(B, H_kv, n, d)` each."""
-        if n > self.n_recent:
-            keys, values = self.states()
-            return keys[:, :, -n:], values[:, :, -n:]
-        last = slice(RESERVED + self.n_recent - n, RESERVED + self.n_recent)
-        return self.recent.keys[:, :, last], self.recent.values[:, :, last]
+        # An inner scope may have packed them with the context.
+        keys, values = (self.recent if n <= self.n_recent else self).states()
+        return keys[:, :, -n:], values[:, :, -n:]
 
     def recent_states(self) -> tuple[Tensor, Tensor]:
         """Keys and values of recent tokens, `(N, m, d)` each; of a buffer all its slots."""
@@ -217,19 +199,16 @@ class RaggedLayer(InPlaceLayer):
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of the keys, values and positions of all tokens, head after head."""
-        (keys, values, positions), n = self.packed(), self.n_recent
-        recent_keys, recent_values = self.recent_states()
-        recent = torch.arange(self.kept.n_seen, self.n_seen).to(positions)
+        index, n = self.blocks.slots(self.held).to(self.device), self.n_recent
+        later = torch.arange(self.kept.n_seen, self.n_seen).to(self.slots)
 
-        def joined(old: Tensor, new: Tensor) -> Tensor:
-            both = zip(old.split(self.held), new[:, :n], strict=True)
+        def joined(stored: Tensor, recent: Tensor) -> Tensor:
+            old = stored.flatten(0, 1).index_select(0, index).split(self.held)
+            both = zip(old, recent[:, :n], strict=True)
             return torch.cat([part for head in both for part in head])
 
-        return (
-            joined(keys, recent_keys),
-            joined(values, recent_values),
-            joined(positions, recent.expand(len(self.held), n)),
-        )
+        (keys, values), positions = self.recent_states(), later.expand(len(self.held), n)
+        return joined(self.keys, keys), joined(self.values, values), joined(self.slots, positions)
 
     # ---- late eviction ---------------------------------------------------------------------------
 
@@ -252,17 +231,13 @@ class RaggedLayer(InPlaceLayer):
             evicted: `(B, H_kv, m)` bool, which of the last `m` tokens; a head may hold fewer.
             real: see `Kept`.
         """
-        (keys, values, positions), counts = self.tokens(), self.counts
-        lengths, width = torch.tensor(counts, device=self.device), evicted.shape[-1]
-        ends = lengths.cumsum(0)
-        index = ends[:, None] - width + torch.arange(width, device=self.device)
-        exists = index >= (ends - lengths)[:, None]
-        left = torch.ones(sum(counts), dtype=torch.bool, device=self.device)
-        left[index[evicted.flatten(0, 1) & exists]] = False
-        held = [int(part.sum()) for part in left.split(counts)]
+        n = self.n_slots
+        occupied = torch.arange(n, device=self.device) >= n - self.lengths().view(-1, 1)
+        left = occupied & ~pad(evicted.flatten(0, 1), (n - evicted.shape[-1], 0))
+        tokens, chosen = self.tokens(), left[occupied].nonzero().squeeze(1)
         self.kept = Kept(n_seen=self.n_seen, real=real)
         self.recent = no_recent(self.recent.keys, self.recent.values, self.recent)
-        self.lay_out(keys, values, positions, left.nonzero().squeeze(1), held)
+        self.lay_out(*tokens, chosen, left.sum(dim=-1).tolist())
 
     # ---- cache layer interface -------------------------------------------------------------------
 
@@ -274,9 +249,7 @@ class RaggedLayer(InPlaceLayer):
         self.recent.drop_last(n)
         removed = self.carried_until - self.n_seen
         if removed > 0:
-            self.carry(
-                {n: x[..., : max(0, x.shape[-1] - removed)] for n, x in self.carried.items()}
-            )
+            self.carry({name: x[..., :-removed] for name, x in self.carried.items()})
 
     def reset(self) -> None:
         self._reset_metadata()
@@ -286,9 +259,9 @@ class RaggedLayer(InPlaceLayer):
 
     def select_rows(self, rows: Tensor) -> None:
         heads = [row * self.n_heads + h for row in rows.tolist() for h in range(self.n_heads)]
-        keys, values, positions = self.packed()
-        of_heads = torch.arange(len(keys), device=keys.device).split(self.held)
+        of_heads = self.blocks.slots(self.held).to(self.device).split(self.held)
         chosen = torch.cat([of_heads[h] for h in heads])
+        keys, values, positions = (x.flatten(0, 1) for x in (self.keys, self.values, self.slots))
         self.lay_out(keys, values, positions, chosen, [self.held[h] for h in heads])
         self.recent.select_rows(rows)
 

@@ -98,23 +98,21 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     rerotated = [layer for layer in layers if layer.kept.shift]
     if not rerotated or not isinstance(mask, Tensor) or mask.dim() != 2:
         return given
-    layer = rerotated[0]
-    if not torch.compiler.is_compiling():
+    layer, is_compiling = rerotated[0], torch.compiler.is_compiling()
+    if not is_compiling:
         mask = mask[:, : layer.n_seen + forward.n_tokens]  # without tokens that are to come
     n_before: Any = layer.kept.n_seen + layer.n_counted
     most = mask.shape[1] - forward.n_tokens
     n_before = n_before.clamp(max=most) if isinstance(n_before, Tensor) else min(n_before, most)
     n_removed, n_context = n_before - forward.cache.get_seq_length(), n_before - layer.n_counted
-    if torch.compiler.is_compiling() and layer.room is not None:  # both are values of tensors
-        if not layer.kept.is_padded:
-            masks.assert_whole(mask, n_context * (n_removed > 0))
+    if is_compiling and not layer.kept.is_padded:
+        masks.assert_whole(mask, n_context * (n_removed > 0))
+    if is_compiling and layer.room is not None:  # both are values of tensors
         return given.replace(attention_mask=masks.without_first(mask, n_removed))
     n_removed = int(n_removed)
     if n_removed <= 0:
         return given
-    if torch.compiler.is_compiling() and not layer.kept.is_padded:
-        masks.assert_whole(mask, n_context)
-    elif not layer.kept.is_padded and not bool(mask[:, :n_context].all()):
+    if not (is_compiling or layer.kept.is_padded or bool(mask[:, :n_context].all())):
         raise UnsupportedInputError(
             f"the attention_mask hides some of the {layer.kept.n_seen} tokens before the pruning, "
             "which had no padding, and it is not known which keys they became; let it hide padding "

@@ -74,7 +74,7 @@ def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions,
     memory, slots, layer = old.memories.get(key), decisions.call.memory, old.settled()
     if slots or memory is not None:
         layer.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
-    keeps = isinstance(cache.layers[index], PrunedLayer) or layer.memories
+    keeps = layer is cache.layers[index] or layer.memories
     cache.layers[index] = layer if keeps else layer.inner
 
 

@@ -100,8 +100,7 @@ class EntropyGatedChunkKV(ChunkKV):
     chunk_length: int = above("low_entropy_chunk_length", 10)
     low_entropy_chunk_length: int = count(4, 1)
 
-    def spend(self, call: AttentionCall, n: int) -> Eviction:
-        return self.alike(call, n)  # a short context is one chunk
+    spend = ChunkKV.alike  # a short context is one chunk
 
     def choose(self, call: AttentionCall, scores: Tensor, n: int) -> Tensor:
         return gated_order(scores, self.chunk_length, self.low_entropy_chunk_length)[:n]

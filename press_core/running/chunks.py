@@ -1,10 +1,9 @@
 """Chunked prefill: presses treat all chunks as one prefill.
 
 A prefill chunk looks like a follow-up question; only the caller knows which it is. Two callers are
-recognized: `prefill` below, and `generate(prefill_chunk_size=n)` by its stack frame.
+recognized by their stack frames: `prefill` below, and `generate(prefill_chunk_size=n)`.
 """
 
-import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,12 +25,6 @@ from press_core.running.images import require_causal
 from press_core.scope import ScopeState
 from press_core.traits import Phase
 
-
-class _Announced(threading.local):
-    n_remaining: int | None = None
-
-
-_announced = _Announced()
 _under_way: WeakSet[Any] = WeakSet()
 """Caches in the middle of a chunked prefill."""
 
@@ -85,11 +78,7 @@ def prefill(
             given["attention_mask"] = attention_mask[:, :stop]
         if positions is not None:  # else the model takes its own, which need not begin at 0
             given["position_ids"] = positions[..., start:stop]
-        before, _announced.n_remaining = _announced.n_remaining, length - stop
-        try:
-            output = model(input_ids[:, start:stop], **cached, **given)
-        finally:
-            _announced.n_remaining = before
+        output = model(input_ids[:, start:stop], **cached, **given)
     return output
 
 
@@ -125,8 +114,9 @@ def announce(scope: ScopeState, forward: Forward) -> None:
 
 
 def _n_remaining(forward: Forward) -> int:
-    if _announced.n_remaining is not None:
-        return _announced.n_remaining
+    frame = innermost_frame(__name__, (prefill.__name__,))
+    if frame is not None:
+        return int(frame.f_locals["length"] - frame.f_locals["stop"])
     frame = innermost_frame("transformers.generation.utils", ("_prefill",))
     if frame is None or not any(m is forward.decoder for m in frame.f_locals["self"].modules()):
         return 0

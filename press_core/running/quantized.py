@@ -65,27 +65,26 @@ class PrunedQuantizedLayer(PrunedLayer):
         select(beam_idx)
 
 
-class StagingLayer(DynamicLayer):
-    """Replaces an empty quantized layer during a prefill, so that a press sees exact keys."""
+class StagingLayer(PrunedLayer):
+    """Replaces an empty quantized layer during a prefill, so that a press sees exact keys.
 
-    def __init__(self, quantized: QuantizedLayer) -> None:
-        super().__init__()
-        self.quantized = quantized
-
-
-class PrunedStagingLayer(PrunedLayer):
-    """A pruned layer of exact states, which are quantized when they are stored."""
+    What a press keeps of them is quantized when it is stored.
+    """
 
     stores, storage = PrunedQuantizedLayer.stores, PrunedQuantizedLayer.storage
 
+    def __init__(self, quantized: QuantizedLayer) -> None:
+        super().__init__(DynamicLayer())
+        self.quantized = quantized
+
     def holding(self, keys: Tensor, values: Tensor) -> PrunedLayer:
-        return PrunedQuantizedLayer(self.inner.quantized).holding(keys, values)
+        return PrunedQuantizedLayer(self.quantized).holding(keys, values)
 
     def settled(self) -> PrunedLayer:
         return self.holding(*self.states())
 
 
-KINDS |= {QuantizedLayer: PrunedQuantizedLayer, StagingLayer: PrunedStagingLayer}
+KINDS[QuantizedLayer] = PrunedQuantizedLayer
 
 
 def stage(scope: ScopeState, forward: Forward) -> None:
@@ -110,5 +109,6 @@ def stage(scope: ScopeState, forward: Forward) -> None:
 
 def _quantize(layers: Any, index: int) -> None:
     """Quantize what was not stored: a press's own hook may not have asked for any pruning."""
-    if isinstance(layers[index], StagingLayer) and layers[index].is_initialized:
-        layers[index] = PrunedStagingLayer(layers[index]).settled().inner
+    layer = layers[index]
+    if isinstance(layer, StagingLayer):  # a model may have run its first layers only
+        layers[index] = layer.settled().inner if layer.is_initialized else layer.quantized

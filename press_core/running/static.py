@@ -6,6 +6,8 @@ to write to, and as an int, to raise when the buffer is full. A compiled step on
 device alone, unless it asks for the int, and leaves the error to the device.
 """
 
+from __future__ import annotations
+
 from copy import copy
 from typing import Any
 
@@ -58,11 +60,12 @@ class Buffer:
     _used: int | None
     offload, prefetch = CacheLayerMixin.offload, CacheLayerMixin.prefetch
 
-    def __init__(self, keys: Tensor, values: Tensor, n_free: int, whole: int) -> None:
-        """Store `keys` and `values` `(B, H_kv, n, d)`, with room for `n_free` further tokens."""
+    def __init__(self, like: PrunedStaticLayer, keys: Tensor, values: Tensor) -> None:
+        """Store `keys` and `values` `(B, H_kv, n, d)`, with room for as many more as in `like`."""
+        n_free = like.max_cache_len - like.n_slots
         self.keys: Any = pad(keys, (0, 0, 0, n_free))
         self.values: Any = pad(values, (0, 0, 0, n_free))
-        self.dtype, self.device, self.whole = keys.dtype, keys.device, whole
+        self.dtype, self.device, self.whole = keys.dtype, keys.device, like.get_max_length()
         self.filled = torch.tensor(keys.shape[-2], device=keys.device)
         self._count(keys.shape[-2])
         stay_in_place(self.keys, self.values, self.filled)
@@ -134,20 +137,22 @@ class PrunedStaticLayer(PrunedLayer):
     """A pruned layer in a buffer; its lengths are tensors, as in static layers of `transformers`.
 
     It wraps a `StaticLayer` that nothing was evicted from, or a `Buffer`.
+
+    Attributes:
+        buffer: class attribute; the kind of buffer that takes the place of the wrapped layer.
     """
 
+    buffer: type[Buffer] = Buffer
     stores = Evicts.PER_HEAD
     storage = "a static cache holds all channels of the keys, and heads that lose no tokens later"
 
     @property
     def n_slots(self) -> int:
-        used = getattr(self.inner, "used", None)
-        return int(_filled(self.inner)) if used is None else used
+        return self.inner.used if isinstance(self.inner, Buffer) else int(_filled(self.inner))
 
     @property
     def n_counted(self) -> Any:
-        filled = getattr(self.inner, "filled", None)
-        filled = _filled(self.inner) if filled is None else filled
+        filled = self.inner.filled if isinstance(self.inner, Buffer) else _filled(self.inner)
         return filled - self.kept.n_slots  # a new tensor: the model adds to the other in place
 
     @property
@@ -170,18 +175,13 @@ class PrunedStaticLayer(PrunedLayer):
         return self.beginning(keys, values)
 
     def beginning(self, keys: Tensor, values: Tensor) -> PrunedLayer:
-        n_free, whole = self.max_cache_len - self.n_slots, self.get_max_length()
-        return type(self)(self.buffer(keys, values, n_free, whole))
+        return type(self)(self.buffer(self, keys, values))
 
     def stop_sharing(self) -> None:
         if isinstance(self.inner, Buffer):
             self.inner = copy(self.inner)
             self.inner.keys, self.inner.values = self.keys.clone(), self.values.clone()
             stay_in_place(self.inner.keys, self.inner.values)
-
-    def buffer(self, *contents: Any) -> Buffer:
-        """The new buffer that takes the place of the wrapped layer."""
-        return Buffer(*contents)
 
     def emptied(self) -> StaticLayer:
         return StaticLayer(self.get_max_length())
@@ -209,10 +209,9 @@ if StaticHybridLayer is not None:
     class HybridBuffer(Buffer, StaticHybridLayer):
         """A buffer beside the state of a linear attention."""
 
-        def __init__(self, like: Any, *contents: Any) -> None:
-            """Store `contents` as a `Buffer` does, and take the linear state of `like`."""
-            self.__dict__.update(vars(like))
-            super().__init__(*contents)
+        def __init__(self, like: PrunedStaticLayer, *states: Tensor) -> None:
+            self.__dict__.update(vars(like.inner))
+            super().__init__(like, *states)
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             super().reorder_cache(beam_idx)
@@ -221,8 +220,7 @@ if StaticHybridLayer is not None:
     class PrunedStaticHybridLayer(PrunedHybridLayer, PrunedStaticLayer):
         """A pruned layer in a buffer that also stores the state of a linear attention."""
 
-        def buffer(self, *contents: Any) -> Buffer:
-            return HybridBuffer(self.inner, *contents)
+        buffer = HybridBuffer
 
         def emptied(self) -> Any:
             return StaticHybridLayer(self.get_max_length(), self.number_of_states)
