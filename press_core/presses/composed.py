@@ -78,8 +78,8 @@ class Composed(Composition):
     def compress(self, call: AttentionCall) -> Eviction:
         eviction = Eviction.nothing(call)
         # The budget that a press around this one sets is divided over the presses as a ratio is.
-        told: Any = self.with_budget(call.budget) if call.budget else self
-        for press in told.presses:
+        whole: Any = self.with_budget(call.budget) if call.budget else self
+        for press in whole.presses:
             eviction = eviction.then(press.evict(eviction.next_call()))
         return eviction
 
