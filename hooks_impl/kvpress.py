@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 from hooks_impl.kvpress_views import AttentionView, UnknownSite, view_of
 from press_core import AttentionCall, AttentionSite, Eviction, Press, PressError, engine
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import known
 from press_core.errors import UnsupportedInputError
 from press_core.fields import require
 from press_core.formulas import Composed, PerLayerCompression, PrefillDecoding
 from press_core.forward import own_cache
 from press_core.observed import Positions
 from press_core.observing import AttentionPass, context_call
-from press_core.scope import ScopeState
 from press_core.select import is_dense
 from press_core.traits import Needs, Phase, also_needs
 
@@ -28,7 +26,7 @@ CALL = "attention_call"
 """Keyword argument that passes the `AttentionCall` to the methods of a press."""
 
 FORWARD = "attention_forward"
-"""Keyword argument that passes the scope and the `AttentionPass` to a `forward_hook`."""
+"""Keyword argument that passes the `AttentionPass` to a `forward_hook`."""
 
 SUPPORTED_MODELS = (PreTrainedModel,)
 """For programs that check `isinstance(model, SUPPORTED_MODELS)`, as with kvpress: any model."""
@@ -112,19 +110,19 @@ class KvpressCompatible(Press):
                 f"{type(self).__name__}.forward_hook was called by the press's own hook; let "
                 "the scope install it (call super().__call__, or do not override __call__)"
             )
-        scope, passed = kwargs[FORWARD]
+        passed = kwargs[FORWARD]
         given = passed.given._replace(kwargs={n: x for n, x in kwargs.items() if n != FORWARD})
-        engine.after_attention(scope, self, replace(passed, given=given, output=output))
+        engine.after_attention(replace(passed, press=self, given=given, output=output))
         return output
 
-    def after_attention(self, scope: ScopeState, passed: AttentionPass) -> Any:
+    def after_attention(self, passed: AttentionPass) -> Any:
         """Called by the hook after an attention forward that the scope acts in."""
         if type(self).forward_hook is KvpressCompatible.forward_hook:
-            return engine.after_attention(scope, self, passed)
-        passed.forward.acting[scope].depths.add(passed.site.place.depth)
+            return engine.after_attention(passed)
+        passed.forward.acting[passed.scope].depths.add(passed.site.place.depth)
         module, kwargs = view_of(passed.site), passed.given.kwargs
         kwargs = _named_as_before(kwargs, passed.site, passed.cache, passed.hidden_states)
-        kwargs[FORWARD] = scope, passed
+        kwargs[FORWARD] = passed
         output = self.forward_hook(module, passed.given.args, kwargs, passed.output)
         if isinstance(module, AttentionView) and module.masked_key_indices is not None:
             raise UnsupportedInputError(
@@ -212,20 +210,16 @@ def _compressed(method: Callable[..., Any], call: AttentionCall) -> Any:
 
 def _scored(method: Callable[..., Any], call: AttentionCall) -> Any:
     """Call `score` with the hidden states of the keys; once per KV head, if kept tokens differ."""
-    tokens, at = call.at.tokens, call.at
+    tokens = call.at.tokens
     if tokens is None or bool((tokens < 0).any()):  # some keys' hidden states are not known
         return method(*arguments(call))
 
     def of_keys(tokens: Tensor) -> Any:
-        def chosen(x: Tensor) -> Tensor:  # (1 or B, q, channels)
-            index = tokens.unsqueeze(-1).expand(-1, -1, x.shape[-1])
-            return x.expand(len(tokens), -1, -1).gather(1, index)
+        def chosen(x: Tensor, dims: str) -> Tensor:
+            index = tokens.view(*tokens.shape, *[1] * (x.dim() - 2))
+            return x.take_along_dim(index, dim=1) if dims == "Bq" else x
 
-        embeddings = at.embeddings and (chosen(at.embeddings[0]), chosen(at.embeddings[1]))
-        ids = None if at.ids is None else chosen(at.ids.unsqueeze(-1)).squeeze(-1)
-        own = replace(at, embeddings=embeddings, ids=ids)
-        seen = call.replace(hidden_states=chosen(call.hidden_states), at=own)
-        return method(*arguments(call, seen))
+        return method(*arguments(call, call.each(chosen)))
 
     if torch.equal(tokens, tokens[:, :1].expand_as(tokens)):
         return of_keys(tokens[:, 0])
@@ -242,12 +236,8 @@ def arguments(call: AttentionCall, seen: AttentionCall | None = None) -> tuple[A
     """
     seen = seen or call
     states = seen.hidden_states, call.keys, call.values, call.attentions
-    of_tokens = {
-        "hidden_states": seen.hidden_states,
-        "position_embeddings": seen.at.embeddings,
-        "position_ids": seen.at.ids,
-    }
-    given = {n: x for n, x in of_tokens.items() if n in call.kwargs and x is not None}
+    names = call.kwargs.keys() & {"hidden_states", "position_embeddings", "position_ids"}
+    given = {name: x for name in names if (x := getattr(seen, name)) is not None}
     kwargs = _named_as_before(call.kwargs, call.site)
     return view_of(call.site), *states, {**kwargs, **given, CALL: call}
 
@@ -329,7 +319,7 @@ def _call_in(kwargs: dict[str, Any]) -> Any:
     """The call in `kwargs`; in those of a `forward_hook` the forward's, if that is a context."""
     if CALL in kwargs or FORWARD not in kwargs:
         return kwargs.get(CALL)
-    scope, passed = kwargs[FORWARD]
-    layer = known(passed.cache, passed.site.layer_idx)
-    is_whole = passed.forward.is_context and layer.n_seen == passed.hidden_states.shape[1]
-    return context_call(scope, passed, layer) if is_whole else None
+    passed = kwargs[FORWARD]
+    n = passed.hidden_states.shape[1]
+    is_whole = passed.forward.is_context and passed.layer.n_seen == n
+    return context_call(passed) if is_whole else None

@@ -147,7 +147,8 @@ def _attention(
         return None
     query = _query(forward, site) if scope.traits.reads_queries else None
     press: Any = scope.press
-    return press.after_attention(scope, AttentionPass(forward, site, given, output, query))
+    passed = AttentionPass(scope, press, forward, site, given, output, query)
+    return press.after_attention(passed)
 
 
 def _query(forward: Forward, site: AttentionSite) -> Query:

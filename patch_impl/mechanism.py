@@ -127,7 +127,8 @@ def _attention(
     seen = with_override(given.kwargs, see_query) if scope.traits.reads_queries else given.kwargs
     output = call_next(*given.args, **seen)
     query = Query(site.grouped(states[0])) if states else None
-    engine.after_attention(scope, scope.press, AttentionPass(forward, site, given, output, query))
+    passed = AttentionPass(scope, scope.press, forward, site, given, output, query)
+    engine.after_attention(passed)
     return output
 
 

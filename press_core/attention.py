@@ -45,18 +45,16 @@ class Tile(NamedTuple):
     weights: Tensor
 
 
-def attention_tiles(
-    site: AttentionSite, queries: Tensor, keys: Tensor, bidirectional: Tensor | None = None
-) -> Iterator[Tile]:
-    """Causal attention of the last queries over all keys, tile by tile: O(S) memory.
+def attention_tiles(call: AttentionCall, queries: Tensor) -> Iterator[Tile]:
+    """Attention of the last queries over all keys, tile by tile: O(S) memory.
+
+    It is causal, or bidirectional within an image, which is never split.
 
     Args:
         queries: `(B, H, q, d)`, of the last `q` of the `S` tokens.
-        keys: `(B, H_kv, S, d)`.
-        bidirectional: `(B, 1 or H_kv, q, q)` bool, which later tokens each query sees
-            (bidirectional attention within an image, which is never split); None: none.
     """
     batch, n_heads, n_queries = queries.shape[:3]
+    keys, bidirectional = call.keys, call.bidirectional_of(n_queries)
     n_kv, length = keys.shape[1:3]
     if bidirectional is not None:
         bidirectional = bidirectional.expand(-1, n_kv, -1, -1)
@@ -73,7 +71,7 @@ def attention_tiles(
             visible = keys[:, heads, : length - n_queries + rows.stop]
             of_tile = None if of_heads is None else of_heads[:, :, rows, rows]
             tile = grouped[:, heads, :, rows]
-            weights = causal_weights(site, tile, visible, space, heads, of_tile)
+            weights = causal_weights(call.site, tile, visible, space, heads, of_tile)
             yield Tile(heads, rows, weights)
             row = rows.stop
 
@@ -123,8 +121,7 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
         `(B, H_kv, S)`, float32.
     """
     received = torch.zeros_like(upcast(call.keys[..., 0]))
-    bidirectional = call.bidirectional_of(queries.shape[2])
-    for tile in attention_tiles(call.site, queries, call.keys, bidirectional):
+    for tile in attention_tiles(call, queries):
         weights = tile.weights
         if factors is not None:
             weights = weights * factors[tile.rows].unsqueeze(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -341,51 +341,58 @@ class AttentionCall:
             rows: indices into the batch.
             slots: `(n,)` int64, which of the `S` slots hold tokens in all of these rows; None: all.
         """
-        part = self._part(rows, slice(0, self.length) if slots is None else slots)
+        part = self._part(rows, slots)
         seen, held = (
             of_all and tuple([of_all[row] for row in rows])
             for of_all in (self.when.seen, self.when.held)
         )
         return part.replace(when=replace(self.when, seen=seen, held=held, batch_rows=tuple(rows)))
 
-    def _part(self, rows: list[int] | None, slots: Tensor | slice) -> AttentionCall:
-        """The call restricted to some slots of some rows (None: all rows)."""
+    def _part(self, rows: list[int] | None, slots: Tensor | slice | None) -> AttentionCall:
+        """The call restricted to some slots of some rows; None: all."""
         # If tokens are already pruned, `at.tokens` indexes all tokens of the forward, padding
         # included, so these are not cut; the weights that the layer returned no longer fit.
         older = self.length - self.hidden_states.shape[1]
         tokens: Any = None
         if self.at.tokens is None and isinstance(slots, slice):
             tokens = slice(max(0, slots.start - older), max(0, slots.stop - older))
-        elif self.at.tokens is None:
+        elif self.at.tokens is None and slots is not None:
             tokens = slots[slots >= older] - older  # type: ignore[index, operator]
 
-        def part(x: Any, *cuts: tuple[int, Tensor | slice | None]) -> Any:
-            if x is None:
-                return None
+        def part(x: Tensor, dims: str) -> Tensor:
             x = x if rows is None or x.shape[0] == 1 else x[rows]
-            for dim, index in cuts:
+            for dim, name in enumerate(dims):
+                index = {"q": tokens, "S": slots}.get(name)
                 if isinstance(index, slice):
                     x = x[(slice(None),) * dim + (index,)]
                 elif index is not None:
                     x = x.index_select(dim, index)
             return x
 
+        fitting = self if self.at.tokens is None else self.replace(attentions=None)
+        return fitting.each(part)
+
+    def each(self, change: Callable[[Tensor, str], Tensor]) -> AttentionCall:
+        """The call with `change(x, dims)` for each tensor; `dims` as in BHqS, without channels."""
+
+        def changed(x: Tensor | None, dims: str) -> Any:
+            return None if x is None else change(x, dims)
+
         cos_sin, query = self.at.embeddings, self.query
-        weights = self.attentions if self.at.tokens is None else None
         at = Positions(
-            cos_sin and (part(cos_sin[0], (1, tokens)), part(cos_sin[1], (1, tokens))),
-            part(self.at.ids, (1, tokens)),
-            part(self.at.tokens, (2, slots)),
-            part(self.at.rotary, (2, slots)),
-            part(self.at.bidirectional, (1, tokens), (2, tokens)),
+            cos_sin and (change(cos_sin[0], "Bq"), change(cos_sin[1], "Bq")),
+            changed(self.at.ids, "Bq"),
+            changed(self.at.tokens, "BHS"),
+            changed(self.at.rotary, "BHS"),
+            changed(self.at.bidirectional, "Bqq"),
         )
         return self.replace(
-            hidden_states=part(self.hidden_states, (1, tokens)),
-            keys=part(self.keys, (2, slots)),
-            values=part(self.values, (2, slots)),
-            attentions=part(weights, (2, tokens), (3, slots)),
-            query=query and Query(part(query.states, (2, tokens)), query.is_rotated),
+            hidden_states=change(self.hidden_states, "Bq"),
+            keys=change(self.keys, "BHS"),
+            values=change(self.values, "BHS"),
+            attentions=changed(self.attentions, "BHqS"),
+            query=query and Query(change(query.states, "BHq"), query.is_rotated),
             at=at,
-            memory={name: part(x, (2, slots)) for name, x in self.memory.items()},
-            carried={name: part(x) for name, x in self.carried.items()},
+            memory={name: change(x, "BHS") for name, x in self.memory.items()},
+            carried={name: change(x, "BH") for name, x in self.carried.items()},
         )

@@ -7,13 +7,11 @@ from typing import Any
 from torch import Tensor, autocast
 
 from press_core import running
-from press_core.cache.caches import known
-from press_core.cache.masks import visible_tokens
+from press_core.cache import caches, masks, writing
 from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_held, tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import need_masks_beside, occupied_slots
-from press_core.cache.writing import store
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
@@ -27,32 +25,32 @@ from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
 
-def after_attention(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
+def after_attention(passed: AttentionPass) -> None:
     """Prune the layer that an attention module has filled, if the press acts in this phase."""
     phase = Phase.PREFILL if passed.forward.is_context else Phase.DECODING
-    if passed.cache is not None and press.phases & phase:
-        _act(scope, press, passed)
+    if passed.cache is not None and passed.press.phases & phase:
+        _act(passed)
 
 
 @running.eagerly
-def _act(scope: ScopeState, press: Press, passed: AttentionPass) -> None:
+def _act(passed: AttentionPass) -> None:
+    scope, cache, index = passed.scope, passed.cache, passed.site.layer_idx
     passed.forward.acting[scope].depths.add(passed.site.place.depth)
     with autocast(passed.hidden_states.device.type, enabled=False):
-        observed = observe(scope, press, passed)
+        observed = observe(passed)
         if observed is not None:
-            decisions, index = judged(press, *observed), passed.site.layer_idx
+            decisions = judged(passed.press, *observed)
             if any(other.place.owner == index for other in scope.bystanders):
-                known(passed.cache, index).stop_sharing()  # what reads this layer has yet to run
-            store_decisions(scope, passed.cache, decisions, passed.forward)
-            if getattr(passed.cache.layers[index], "is_first", False):
-                settle = partial(need_masks_beside, passed.cache, passed.site)
-                passed.forward.at_end.append(settle)
+                passed.layer.stop_sharing()  # what reads this layer has yet to run
+            store_decisions(scope, cache, decisions, passed.forward)
+            if getattr(cache.layers[index], "is_first", False):
+                passed.forward.at_end.append(partial(need_masks_beside, cache, passed.site))
 
 
 def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:
     """Store what is kept of a layer in a forward, and record it in the tally."""
     site = decisions.call.site
-    layer = store(cache, decisions, scope.key)
+    layer = writing.store(cache, decisions, scope.key)
     if layer is None:
         return
     forward.at_failure.append(partial(setattr, layer, "is_unusable", True))
@@ -86,24 +84,23 @@ Observed = tuple[AttentionCall, Tensor | None]
 """A call, and which of its slots hold tokens, `(B, S)` bool; None: all."""
 
 
-def observe(scope: ScopeState, press: Press, passed: AttentionPass) -> Observed | None:
+def observe(passed: AttentionPass) -> Observed | None:
     """The call for a press to decide about; None if it does not decide yet."""
-    layer = known(passed.cache, passed.site.layer_idx)
     is_context = passed.forward.is_context
-    if not is_context and evicts_later(press, layer):
-        return _new_tokens(scope, passed, layer)
-    require_readable(layer, passed.site)
+    if not is_context and evicts_later(passed.press, passed.layer):
+        return _new_tokens(passed)
+    require_readable(passed.layer, passed.site)
     if not is_context:
-        return _decoding_step(scope, press, passed, layer)
-    call: AttentionCall | None = context_call(scope, passed, layer)
+        return _decoding_step(passed)
+    call: AttentionCall | None = context_call(passed)
     for handle in running.OBSERVED:
-        call = None if call is None else handle(scope, passed, call)
+        call = None if call is None else handle(passed, call)
     if call is None:
         return None
-    occupied = passed.occupied(layer)
-    call = call.replace(when=replace(call.when, seen=tokens_seen(layer, occupied)))
-    if scope.traits.remembers:
-        call = call.replace(memory=remembered(press, call, occupied))
+    occupied = passed.occupied
+    call = call.replace(when=replace(call.when, seen=tokens_seen(passed.layer, occupied)))
+    if passed.scope.traits.remembers:
+        call = call.replace(memory=remembered(passed.press, call, occupied))
     return call, occupied
 
 
@@ -133,32 +130,29 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
     return carried_scores
 
 
-def _new_tokens(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -> Observed:
+def _new_tokens(passed: AttentionPass) -> Observed:
     """The call over the tokens of this forward only, for a layer whose heads differ in length."""
-    n = passed.hidden_states.shape[1]
-    keys, values = layer.newest(n)
+    n, layer = passed.hidden_states.shape[1], passed.layer
     when = Moment(decoding=True, seen=tokens_seen(layer, None))
-    call = call_of(scope, passed, keys, values, carried=layer.carried_to(n), when=when)
-    return call, visible_tokens(passed.mask, n, len(keys))
+    call = call_of(passed, *layer.newest(n), carried=layer.carried_to(n), when=when)
+    return call, masks.visible_tokens(passed.mask, n, len(call.keys))
 
 
-def _decoding_step(
-    scope: ScopeState, press: Press, passed: AttentionPass, layer: PrunedLayer
-) -> Observed | None:
+def _decoding_step(passed: AttentionPass) -> Observed | None:
     """The call over a layer while decoding; None if no pruning is due: states are buffered."""
-    running.require_causal(scope, passed)
+    running.require_causal(passed)
+    scope, press, layer = passed.scope, passed.press, passed.layer
     traits, progress = scope.traits, passed.forward.acting[scope]
     n_new = passed.hidden_states.shape[1]
     due = press.is_due(progress.n_steps, n_new)
     memory = layer.memories.get(scope.key, Memory())
     if due or traits.remembers:
-        occupied = passed.occupied(layer)
+        occupied = passed.occupied
         steps = progress.n_steps, progress.n_forwards
         seen = tokens_seen(layer, occupied) if due else None
         index = passed.site.layer_idx  # asked before the innermost scope prunes the layer
         held = passed.forward.once(lambda: tokens_held(layer, occupied, n_new), "held", index)
         call = call_of(
-            scope,
             passed,
             *layer.states(),
             memory=memory.of_slots(layer.n_slots),
@@ -169,7 +163,7 @@ def _decoding_step(
         call = call.replace(memory=remembered(press, call, occupied))
         memory = replace(memory, slots=call.memory)
     if traits.buffered_tokens:
-        memory = memory.with_step(step_of(scope, passed), traits.buffered_tokens)
+        memory = memory.with_step(step_of(passed), traits.buffered_tokens)
     if traits.remembers or traits.buffered_tokens:
         scope.remember(passed.cache, passed.site.layer_idx, layer, memory)
     if not due:
@@ -188,7 +182,7 @@ def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: Attention
     Args:
         mask: the decoder's mask for full attention, up to the last token.
     """
-    layer = known(forward.cache, site.layer_idx)
+    layer = caches.known(forward.cache, site.layer_idx)
     require_readable(layer, site)
     press, n = scope.press, forward.n_tokens
     says = type(press).acts_on is not Press.acts_on  # else its formula decides
@@ -201,15 +195,11 @@ def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: Attention
     between = occupied is not None and bool((occupied[:, 1:] < occupied[:, :-1]).any())
     if scope.traits.needs & Needs.ROPE or between or layer.kept.rotary is not None:
         rotary = rotary_positions(layer, site, occupied, first_position(ids, mask, layer, n) - 1)
+    unknown = keys.new_empty(len(keys), 0, 0)  # hidden states are of earlier forwards
+    at = Positions(rotary=rotary)
+    when = Moment(decoding=True, seen=tokens_seen(layer, occupied))
     call = AttentionCall(
-        site,
-        keys.new_empty(len(keys), 0, 0),
-        keys,
-        values,
-        at=Positions(rotary=rotary),
-        when=Moment(decoding=True, seen=tokens_seen(layer, occupied)),
-        carried=layer.carried,
-        scope=scope,
+        site, unknown, keys, values, at=at, when=when, carried=layer.carried, scope=scope
     )
     with autocast(keys.device.type, enabled=False):
         decisions = judged(press, call, occupied)

@@ -18,28 +18,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from press_core import running
-from press_core.cache.caches import (
-    are_special,
-    check_prunable,
-    is_empty,
-    known,
-    pruned_layers,
-    put_back_reset,
-)
-from press_core.cache.masks import for_full_attention, prefill_tokens
+from press_core.cache import caches, masks, reading, slots
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import (
-    HIDDEN_CONTEXT,
-    filled_mask,
-    helped,
-    is_built_for_slots,
-    needs_help,
-    with_counted_columns,
-    with_newest_columns,
-)
-from press_core.cache.slots import need_masks_beside, note_masked
 from press_core.engine import evicts_later, prune_before, require_readable
 from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, cache_after, current, frames_from
@@ -89,12 +71,13 @@ def _unless_it_passes(scope: ScopeState, given: Arguments, is_compiling: bool) -
     cache, forward = given.cache, None
     if not isinstance(cache, Cache) or (not is_compiling and chunks.is_under_way(cache)):
         return _joined(scope, given)
-    layers = pruned_layers(cache)
-    if not layers and is_empty(cache, scope.first):
+    layers = caches.pruned_layers(cache)
+    if not layers and caches.is_empty(cache, scope.first):
         return _joined(scope, given)
-    if given.get("attention_mask") is not None or are_special(layers):
+    if given.get("attention_mask") is not None or caches.are_special(layers):
         forward = _joined(scope, given)
-        if with_counted_columns(forward, layers) is not given or needs_help(forward, layers):
+        changes_mask = reading.with_counted_columns(forward, layers) is not given
+        if changes_mask or reading.needs_help(forward, layers):
             return forward
     if scope.traits.counts_steps and not _waits(scope, cache, given):
         return forward or _joined(scope, given)
@@ -129,9 +112,9 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
             return given
         scope.tally.n_forwards += 1
     if not forward.entered:
-        forward.is_context = is_empty(forward.cache, scope.first)
+        forward.is_context = caches.is_empty(forward.cache, scope.first)
         if forward.is_context:
-            put_back_reset(forward.cache)
+            caches.put_back_reset(forward.cache)
             running.let_slide(scope, forward.cache)
     current.forward = forward
     forward.entered.append(scope)
@@ -146,11 +129,11 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         _begin_context(scope, forward)
     else:
         _continue(scope, forward)
-    layers, own = pruned_layers(forward.cache), forward.given.get(MASK)
-    forward.given = with_counted_columns(forward, layers)
+    layers, own = caches.pruned_layers(forward.cache), forward.given.get(MASK)
+    forward.given = reading.with_counted_columns(forward, layers)
     given, forward.helped = forward.given, ()
-    if needs_help(forward, layers):
-        note_masked(forward)
+    if reading.needs_help(forward, layers):
+        slots.note_masked(forward)
         forward.reading, given = one_mask(forward, scope.sites[0], layers)
         forward.helped = forward.cache.layers if forward.reading is None else ()
     forward.notes[MADE] = given.get(MASK), own
@@ -216,12 +199,13 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
         )
     if cache is not None and scope.traits.phases:
         for site in scope.sites:
-            check_prunable(cache, site.layer_idx)
+            caches.check_prunable(cache, site.layer_idx)
     if scope.traits.phases & Phase.IN_PREFILL:
-        mask = for_full_attention(forward.given.get(MASK))
-        at_once = is_empty(cache, scope.first) and not forward.n_remaining
+        mask = masks.for_full_attention(forward.given.get(MASK))
+        at_once = caches.is_empty(cache, scope.first) and not forward.n_remaining
         if cache is not None and at_once and isinstance(mask, Tensor) and mask.dim() == 2:
-            prefill_tokens(mask, forward.n_tokens, len(mask))  # or raise before any layer is filled
+            # Raises on masks that are not supported, before any layer is filled.
+            masks.prefill_tokens(mask, forward.n_tokens, len(mask))
         forward.acting[scope] = Progress()
 
 
@@ -229,7 +213,7 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     """Count a forward over a filled cache, and decide whether the press acts in it."""
     traits, cache = scope.traits, forward.cache
     if traits.phases & (Phase.BEFORE_DECODER | Phase.BEFORE_DECODING):
-        forward.notes.pop(HIDDEN_CONTEXT, None)  # the press may have changed the mask
+        forward.notes.pop(reading.HIDDEN_CONTEXT, None)  # the press may have changed the mask
     if traits.phases & Phase.BEFORE_DECODING:
         scope.check_fields()
         _prune_before(scope, forward)
@@ -243,21 +227,21 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
             scope.check_fields()
         for site in scope.sites:  # before any layer gets tokens that others will not
             if site.layer_idx < len(cache.layers):  # a model may have run its first layers only
-                layer = known(cache, site.layer_idx)
+                layer = caches.known(cache, site.layer_idx)
                 if not evicts_later(scope.press, layer):
                     require_readable(layer, site)
         forward.acting[scope] = Progress(n_steps, n_forwards)
 
 
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
-    is_of_slots = is_built_for_slots(forward)  # asked before the slots change
-    first = known(forward.cache, scope.first)
-    n_filled, mask = first.n_old + first.n_recent, filled_mask(forward, first)
+    is_of_slots = reading.is_built_for_slots(forward)  # asked before the slots change
+    first = caches.known(forward.cache, scope.first)
+    n_filled, mask = first.n_old + first.n_recent, reading.filled_mask(forward, first)
     for site in scope.sites:
         prune_before(scope, forward, mask, site)
-    need_masks_beside(forward.cache, scope.sites[0])
-    if is_of_slots and known(forward.cache, scope.first) is not first:
-        forward.given = with_newest_columns(forward, n_filled)
+    slots.need_masks_beside(forward.cache, scope.sites[0])
+    if is_of_slots and caches.known(forward.cache, scope.first) is not first:
+        forward.given = reading.with_newest_columns(forward, n_filled)
 
 
 def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer]) -> None:
@@ -302,7 +286,7 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
     if progress is None or len(progress.depths) == len(sites):
         return
     cache = cache_after(forward, output)
-    filled = {site.place.depth for site in sites if not is_empty(cache, site.layer_idx)}
+    filled = {site.place.depth for site in sites if not caches.is_empty(cache, site.layer_idx)}
     missed = filled - progress.depths  # a model may have run its first layers only
     scope.tally.missed |= missed
     if missed and progress.depths:
@@ -328,7 +312,7 @@ def before_attention(
     if not forward.helped:
         return given
     if site.place.owner is None:
-        given = helped(forward, site, given, forward.helped[site.layer_idx], attends)
+        given = reading.helped(forward, site, given, forward.helped[site.layer_idx], attends)
         forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
         return given
     owner: dict[str, Any] = forward.notes.get((GIVEN, site.place.owner), {})

@@ -1,6 +1,7 @@
 """Observing a forward of an attention module, and describing it to a press."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -16,15 +17,18 @@ from press_core.eviction import REPORT_POSITIONS
 from press_core.forward import Arguments, Forward, own_cache
 from press_core.model.sites import AttentionSite
 from press_core.observed import Positions, Query
+from press_core.press import Press
 from press_core.scope import ScopeState
 from press_core.traits import Needs
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPass:
-    """A forward of an attention module that has just ended.
+    """A forward of an attention module that has just ended, as one scope observed it.
 
     Attributes:
+        scope: an open scope that acts in it.
+        press: what decides: the scope's press, or one that a `forward_hook` of its own calls.
         forward: the forward of the decoder that it is part of.
         site: the attention module.
         given: its arguments.
@@ -32,6 +36,8 @@ class AttentionPass:
         query: its query, if the press reads queries.
     """
 
+    scope: ScopeState
+    press: Press
     forward: Forward
     site: AttentionSite
     given: Arguments
@@ -49,13 +55,16 @@ class AttentionPass:
         given: Tensor | None = self.given.get("hidden_states")
         return self.given.args[0] if given is None else given  # the parameter has another name
 
+    @cached_property
+    def layer(self) -> PrunedLayer:
+        """The cache layer that it has filled."""
+        return known(self.cache, self.site.layer_idx)
+
     @property
     def mask(self) -> Any:
         """Its attention mask, in any form, over the slots that were filled before any pruning."""
-        mask, layer = self.given.get("attention_mask"), known(self.cache, self.site.layer_idx)
-        return self.forward.once(
-            lambda: filled_columns(mask, layer), "filled", mask, self.site.layer_idx
-        )
+        mask, index = self.given.get("attention_mask"), self.site.layer_idx
+        return self.forward.once(lambda: filled_columns(mask, self.layer), "filled", mask, index)
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor] | None:
@@ -75,20 +84,19 @@ class AttentionPass:
             ids = self.forward.given.get("position_ids")
         return ids if ids is None or ids.dim() == 2 else ids[0]
 
-    def occupied(self, layer: PrunedLayer) -> Tensor | None:
-        """Which slots of `layer` hold tokens of their row, `(B, S)` bool; None: all."""
+    @property
+    def occupied(self) -> Tensor | None:
+        """Which slots of the layer hold tokens of their row, `(B, S)` bool; None: all."""
         batch, n = self.hidden_states.shape[:2]
-        if layer.is_pruned or layer.n_seen != n:
-            return occupied_slots(self.mask, layer, n, n_held=n)
+        if self.layer.is_pruned or self.layer.n_seen != n:
+            return occupied_slots(self.mask, self.layer, n, n_held=n)
         # The layer holds only the tokens of this forward: a context in one forward.
         return self.forward.once(
             lambda: prefill_tokens(self.mask, n, batch), "tokens", self.mask, n
         )
 
 
-def call_of(
-    scope: ScopeState, passed: AttentionPass, keys: Tensor, values: Tensor, **fields: Any
-) -> AttentionCall:
+def call_of(passed: AttentionPass, keys: Tensor, values: Tensor, **fields: Any) -> AttentionCall:
     """The call of a forward of an attention module, with additional `fields`."""
     device = passed.hidden_states.device  # the states of an offloaded cache are moved back
     return AttentionCall(
@@ -100,19 +108,20 @@ def call_of(
         at=Positions(passed.cos_sin, passed.position_ids),
         kwargs=passed.given.kwargs,
         notes=passed.forward.notes,
-        scope=scope,
+        scope=passed.scope,
         **fields,
     )
 
 
-def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -> AttentionCall:
+def context_call(passed: AttentionPass) -> AttentionCall:
     """The call of a prefill.
 
     Raises:
         UnsupportedInputError: if an inner scope pruned the layer and did not report what it kept:
             the queries and positions of its keys are then unknown.
     """
-    call = call_of(scope, passed, *layer.states())
+    layer = passed.layer
+    call = call_of(passed, *layer.states())
     if not layer.is_pruned:
         weights: Any = passed.output[1] if isinstance(passed.output, tuple) else None
         if not isinstance(weights, Tensor) or weights.dim() != 4:  # flex returns sums on a GPU
@@ -128,10 +137,11 @@ def context_call(scope: ScopeState, passed: AttentionPass, layer: PrunedLayer) -
     return call.replace(at=replace(call.at, tokens=tokens, rotary=rotary))
 
 
-def step_of(scope: ScopeState, passed: AttentionPass) -> Step:
+def step_of(passed: AttentionPass) -> Step:
     """The states of a forward's tokens that the press may read in a later forward."""
     states, cos_sin, ids = {}, passed.cos_sin, passed.position_ids
-    if scope.traits.needs & (Needs.FORWARD | Needs.HIDDEN_STATES):  # more memory than a cache
+    needs = passed.scope.traits.needs
+    if needs & (Needs.FORWARD | Needs.HIDDEN_STATES):  # more memory than a cache
         states["hidden_states"] = passed.hidden_states
     if passed.query is not None:
         states["query"] = passed.query.states

@@ -13,14 +13,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from press_core import errors
 from press_core.budget import Amount, Tokens, n_kept, ratio_of
 from press_core.call import AttentionCall
-from press_core.errors import (
-    HyperparameterError,
-    PressError,
-    UnsupportedInputError,
-    UnsupportedModelError,
-)
 from press_core.eviction import Eviction, memory_of
 from press_core.fields import amount_field, check_fields, require
 from press_core.forward import Arguments, Forward
@@ -137,7 +132,7 @@ class Press:
         """
         names = [field.name for field in fields(self)]
         if self.ratio_field not in names:
-            raise HyperparameterError(
+            raise errors.HyperparameterError(
                 f"{type(self).__name__} takes no compression ratio, nor a number of tokens; it has "
                 f"the fields {', '.join(names)}"
             )
@@ -244,12 +239,12 @@ class Press:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if not (call.hidden_states.is_meta and "meta" in str(error)):
                 raise
-            raise UnsupportedInputError(
+            raise errors.UnsupportedInputError(
                 f"{type(self).__name__} reads hidden states of {call.site.name} that were not "
                 "buffered; declare `needs = Needs.HIDDEN_STATES` in the press that reads them"
             ) from error
         if self.evicts < eviction.evicts:
-            raise PressError(
+            raise errors.PressError(
                 f"{type(self).__name__} evicts what it does not declare: set `evicts = "
                 f"Evicts.{eviction.evicts.name}` in the class"
             )
@@ -310,10 +305,10 @@ class Press:
         name = type(self).__name__
         for need in self.site_needs():
             if why := site.refusal(need):
-                raise UnsupportedModelError(f"{name} needs {NEEDS[need]}, and {why}")
+                raise errors.UnsupportedModelError(f"{name} needs {NEEDS[need]}, and {why}")
         moves_earlier = self.phases & Phase.BEFORE_DECODING and self.all_needs & Needs.ROPE
         if moves_earlier and site.rotary_in_3d is not None:
-            raise UnsupportedModelError(
+            raise errors.UnsupportedModelError(
                 f"{name} rotates keys of earlier forwards, but {site.name} gives images positions "
                 "in three dimensions, which are not stored; use KeyRerotationPress, in the prefill"
             )

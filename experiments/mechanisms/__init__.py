@@ -75,8 +75,8 @@ class Pruner:
         forward = Forward(module, of_decoder)
         if cache is not None and cache.get_seq_length(site.layer_idx) == forward.n_tokens:
             forward.acting[self.scope] = Progress()  # it was a prefill
-            passed = AttentionPass(forward, site, given, output, None)
-            after_attention(self.scope, self.scope.press, passed)
+            press = self.scope.press
+            after_attention(AttentionPass(self.scope, press, forward, site, given, output, None))
 
 
 # ---- on the forward of each attention module -----------------------------------------------------

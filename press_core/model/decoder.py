@@ -1,4 +1,4 @@
-"""Finding the decoder of a model, its last layer, its device and its tokenizer."""
+"""Finding the decoder of a model, its last layer, its device, its ranks and its tokenizer."""
 
 import inspect
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from press_core.errors import PressError, UnsupportedModelError
-from press_core.model.sites import AttentionSite
+from press_core.model.sites import AttentionSite, HeadGroup
 
 
 def decoder_of(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -65,6 +65,15 @@ def device_of(module: nn.Module) -> torch.device:
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     runs_on = (getattr(hook, "execution_device", None) for hook in hooks)
     return torch.device(next(chain(current, (x for x in runs_on if x is not None), ["cpu"])))
+
+
+def ranks_of(model: nn.Module) -> HeadGroup:
+    """The tensor-parallel ranks of `model`, whether or not they share heads."""
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return HeadGroup()
+    mesh = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
+    return HeadGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
 def tokenizer_of(model: Any, instead: str) -> Any:

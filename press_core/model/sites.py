@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 
 from press_core.errors import UnsupportedInputError, UnsupportedModelError
-from press_core.model.ranks import HeadGroup
 from press_core.model.rotary import Rotary
 
 NEEDS = {
@@ -97,6 +98,39 @@ class QuerySource:
     n_blocks: int
     factor: float
     is_rotated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGroup:
+    """The ranks that share the heads of an attention module: equal numbers, in rank order.
+
+    Attributes:
+        process_group: of torch.distributed; None: this process holds all heads.
+        rank, size: rank of this process, and number of ranks.
+    """
+
+    process_group: Any = None
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x` `(B, heads, ...)` with the heads of all ranks; gradients flow back."""
+        if self.process_group is None:
+            return x
+        return torch.cat(all_gather(x.contiguous(), group=self.process_group), dim=1)
+
+    def own(self, x: Tensor, n: int) -> Tensor:
+        """A copy of this rank's `n` heads of `x`, which has the heads of all ranks."""
+        if x.shape[1] == n:
+            return x
+        return x.chunk(self.size, dim=1)[self.rank].contiguous()
+
+    def mean(self, value: float, device: torch.device) -> float:
+        """The mean over the ranks, which exchange it on `device`, where their backend can."""
+        if self.process_group is None:
+            return value
+        of_ranks = self.gather(torch.tensor([[value]], dtype=torch.float64, device=device))
+        return float(of_ranks.mean())
 
 
 @dataclass(frozen=True)

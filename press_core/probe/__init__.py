@@ -26,12 +26,11 @@ from press_core.cache.masks import columns_seen, in_form
 from press_core.cache.tokens import Kept
 from press_core.errors import UnsupportedModelError
 from press_core.forward import Arguments, cache_of, current, own_cache
-from press_core.model.decoder import decoder_of, uncompiled
-from press_core.model.ranks import ranks_of
+from press_core.model.decoder import decoder_of, ranks_of, uncompiled
 from press_core.model.rotary import Rotary
 from press_core.model.sites import AttentionSite, Place
 from press_core.probe import watching
-from press_core.probe.facts import close, probed_site
+from press_core.probe.facts import probed_site
 
 _known: weakref.WeakKeyDictionary[type, dict[str, list[Any]]] = weakref.WeakKeyDictionary()
 """By model class and `_kind_of`: the sites, with names in place of modules.
@@ -134,7 +133,7 @@ def _probe(model: nn.Module) -> list[AttentionSite]:
                 module, watch, cache = _run(model)
                 step = "what it does with a few tokens is like no other model"
                 attending = [s for s in watch.seen if s.cache_name and s.interface]
-                sites = {seen.name: probed_site(seen, watch) for seen in attending}
+                sites = {seen.name: probed_site(seen, watch.seen) for seen in attending}
                 sites = with_eviction_tried(model, module, cache, sites)
                 names = {part: name for name, part in model.named_modules()}
                 found = [site.with_modules(names.__getitem__) for site in sites.values()]
@@ -209,7 +208,7 @@ def with_eviction_tried(
         # Eager attention takes its softmax in float32 whatever the dtype.
         eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
         tolerance = 4 * eps**0.5
-        if output is None or not close(output, expected, tolerance):
+        if output is None or not watching.close(output, expected, tolerance):
             why = (
                 f"the attention of {site.name} changes with the number of keys that were evicted "
                 "before those which it sees, as if it used a key's index in the cache instead of "
@@ -225,7 +224,7 @@ def _goes_on(rotary: Rotary | None, embeddings: Any) -> bool:
         return True
     found = embeddings[0]
     next_position = torch.tensor([[rotary.first_position + watching.N_TOKENS]], device=found.device)
-    return close(rotary.embeddings(found, next_position)[0], found)
+    return watching.close(rotary.embeddings(found, next_position)[0], found)
 
 
 def _evicting_a_token(cache: Any, indices: set[int]) -> Any:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from press_core.cache.caches import PrunedHybridLayer, kind_of, sizes_masks
 from press_core.cache.pruned import PrunedLayer
-from press_core.model.ranks import HeadGroup, ranks_of
+from press_core.model.decoder import ranks_of
 from press_core.model.rotary import NoRotation, Rotary
-from press_core.model.sites import AttentionSite, Place, QuerySource, Signature, Softmax
-from press_core.probe.watching import Attended, Seen, Watch
+from press_core.model.sites import AttentionSite, HeadGroup, Place, QuerySource, Signature, Softmax
+from press_core.probe.watching import Attended, Seen, close
 
 
-def probed_site(seen: Seen, watch: Watch) -> AttentionSite:
+def probed_site(seen: Seen, all_seen: Sequence[Seen]) -> AttentionSite:
     """One module as presses see it, and why they cannot use what they may need of it.
 
     Args:
         seen: what was observed of it.
-        watch: what was observed of all modules.
+        all_seen: what was observed of each module.
     """
     name, cache = f"{type(seen.module).__name__} ({seen.name})", seen.cache
-    site = _measured(seen, watch.model)
+    site = _measured(seen)
     if not hasattr(cache, "layers"):
         what = "no cache" if cache is None else f"a {type(cache).__name__}, which has no layers"
         return site.refused(f"{name} is given {what}", "pruning")
@@ -54,11 +53,11 @@ def probed_site(seen: Seen, watch: Watch) -> AttentionSite:
     lengths = {x.shape[-2] for x in (layer.keys, seen.attended[0].query, seen.attended[0].key)}
     if len(lengths) > 1:
         return site.refused(f"{name} attends over other tokens than it is given", "pruning")
-    site = _with_needs(name, seen, layer, site, watch)
+    site = _with_needs(name, seen, site)
     if kind_of(layer) is PrunedHybridLayer:
         why = f"{name} shares its layer with a linear state, which a head-wise one has no room for"
         site = site.refused(why, "heads")
-    if any(_owner(other, cache) == site.layer_idx for other in watch.seen if other is not seen):
+    if any(_owner(other, cache) == site.layer_idx for other in all_seen if other is not seen):
         why = f"other layers read what {name} caches, and know one length of it"
         site = site.refused(why, "heads")
     if (other := _whole_beside(cache)) is not None:
@@ -74,14 +73,14 @@ def _whole_beside(cache: Any) -> str | None:
     return others[0] if others and kind_of(masked[0]) is not None else None
 
 
-def _measured(seen: Seen, model: nn.Module) -> AttentionSite:
+def _measured(seen: Seen) -> AttentionSite:
     """The site with its sizes and signature; sizes are 0 if no attention call was observed."""
     sizes, softmax, hands_on, ranks = (0, 0, 0), Softmax(1.0), False, HeadGroup()
     if seen.attended:
         call = seen.attended[0]
         keys = getattr(seen.layer, "keys", None)
         keys = keys if isinstance(keys, Tensor) and keys.dim() == 4 else call.key
-        group = ranks_of(model)
+        group = ranks_of(seen.model)
         of_ranks = group.gather(keys).chunk(group.size, dim=1)
         shared = any(not torch.equal(of_ranks[0], x) for x in of_ranks[1:])
         ranks = group if shared else HeadGroup()  # equal keys: every rank holds all heads
@@ -105,12 +104,10 @@ def _owner(seen: Seen, cache: Any) -> int | None:
     return None
 
 
-def _with_needs(
-    name: str, seen: Seen, layer: Any, site: AttentionSite, watch: Watch
-) -> AttentionSite:
+def _with_needs(name: str, seen: Seen, site: AttentionSite) -> AttentionSite:
     """`site` with unmet needs, head order, rotation and query source."""
-    call, keys = seen.attended[0], layer.keys
-    order = order_of_heads(call, keys, layer.values)
+    call, keys = seen.attended[0], seen.layer.keys
+    order = order_of_heads(call, keys, seen.layer.values)
     site = replace(site, head_order=order)
     if order is None and keys.shape[1] == 1 and call.key.shape[1] > 1:
         why = (
@@ -137,17 +134,16 @@ def _with_needs(
             "go by their directions"
         )
         site = site.refused(why, "key norms")
-    return _with_query(name, seen, site, watch)
+    return _with_query(name, seen, site)
 
 
-def _with_query(name: str, seen: Seen, site: AttentionSite, watch: Watch) -> AttentionSite:
+def _with_query(name: str, seen: Seen, site: AttentionSite) -> AttentionSite:
     """`site` with the rotation, and with the query source for hooks."""
-    ignores_positions = functools.cache(lambda: _ignores_positions(seen, watch))  # runs it again
-    rotary, why = rotation_of(seen, watch, ignores_positions)
+    rotary, why = rotation_of(seen)
     if why:
-        needs = ("rope",) if ignores_positions() else ("rope", "unrotated keys")
+        needs = ("rope",) if seen.ignores_positions else ("rope", "unrotated keys")
         site = site.refused(f"{name} {why}", *needs)
-    is_same = _is_same_later(seen, watch)
+    is_same = _is_same_later(seen)
     if not is_same:
         why = f"{name} scales queries by their positions (a temperature); use SnapKVPress"
         site = site.refused(why, "later queries")
@@ -175,14 +171,14 @@ class _Long:
         return keys, values
 
 
-def _is_same_later(seen: Seen, watch: Watch) -> bool:
+def _is_same_later(seen: Seen) -> bool:
     """Whether a query stays the same after many tokens (but for its rotation): no temperature."""
     changed: dict[str, Any] = {seen.cache_name: _Long()}
     for name in ("position_ids", "cache_position"):
         if isinstance(seen.arguments.get(name), Tensor):
             changed[name] = seen.arguments[name] + _Long.n_seen
     try:
-        return torch.equal(watch.again(seen, **changed).query, seen.attended[0].query)
+        return torch.equal(seen.again(**changed).query, seen.attended[0].query)
     except Exception:  # the module does more with its cache or positions
         return True
 
@@ -224,23 +220,21 @@ def _query_sources(seen: Seen, site: AttentionSite) -> Iterator[QuerySource]:
 # ---- the rotation --------------------------------------------------------------------------------
 
 
-def rotation_of(
-    seen: Seen, watch: Watch, ignores_positions: Callable[[], bool]
-) -> tuple[Rotary | None, str]:
+def rotation_of(seen: Seen) -> tuple[Rotary | None, str]:
     """The rotation of a module (None: unknown), and why presses cannot use it (empty: they can)."""
     given = seen.embeddings
     if given is None:
-        takes = any(made.dim() == 3 for _, made, _ in watch.makers)
-        if "position_embeddings" in seen.parameters and takes and ignores_positions():
+        takes = any(made.dim() == 3 for _, made, _ in seen.makers)
+        if "position_embeddings" in seen.parameters and takes and seen.ignores_positions:
             return NoRotation(), ""  # other layers of the model rotate
-        rotates = takes or not ignores_positions()
+        rotates = takes or not seen.ignores_positions
         why = "rotates where the probe cannot see it" if rotates else "has none"
         return None, f"{why}; SnapKVPress and KnormPress do not need them"
     pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Tensor)
     if not pair or given[0].dim() != 3:
         return None, "rotates by something else than cosines and sines `(B, S, channels)`"
     cos, sin = given
-    bare = watch.again(seen, position_embeddings=(torch.ones_like(cos), torch.zeros_like(sin)))
+    bare = seen.again(position_embeddings=(torch.ones_like(cos), torch.zeros_like(sin)))
     call = seen.attended[0]
     if torch.equal(bare.query, call.query):
         return NoRotation(), ""
@@ -251,7 +245,7 @@ def rotation_of(
         except (RuntimeError, TypeError, ValueError):
             continue
         if same:
-            made = _with_maker(rotary, cos, sin, watch)
+            made = _with_maker(rotary, cos, sin, seen)
             why = "gets cosines and sines of positions that no module of the model gives"
             return made or rotary, "" if made else why
     return (
@@ -260,25 +254,12 @@ def rotation_of(
     )
 
 
-def _ignores_positions(seen: Seen, watch: Watch) -> bool:
-    """Whether a module makes equal keys of equal tokens at different positions."""
-    given = seen.arguments
-    names = ["hidden_states"] if "hidden_states" in given else [*given]
-    states = {n: given[n] for n in names if isinstance(given[n], Tensor) and given[n].dim() == 3}
-    try:
-        same = {name: x[:, :1].expand_as(x) for name, x in states.items()}
-        keys = watch.again(seen, **same).key
-    except Exception:  # the module runs in its place alone
-        return False
-    return close(keys, keys[:, :, :1].expand_as(keys))
-
-
-def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotary | None:
+def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, seen: Seen) -> Rotary | None:
     """`rotary` with the module that computes `cos` and `sin`, and its first position; or None."""
     steps = torch.arange(cos.shape[1], device=cos.device)[None]
     like = torch.zeros(1, dtype=cos.dtype, device=cos.device)
-    modules = set(watch.model.modules())
-    makers = [maker for maker in watch.makers if maker[0] in modules]
+    modules = set(seen.model.modules())
+    makers = [maker for maker in seen.makers if maker[0] in modules]
     makers.sort(key=lambda maker: maker[1] is not cos)  # first the module that returned `cos`
     # 3-d first: a module that takes 3-d positions also takes plain ones.
     for (module, _, given), in_3d in product(makers, (True, False)):
@@ -292,11 +273,3 @@ def _with_maker(rotary: Rotary, cos: Tensor, sin: Tensor, watch: Watch) -> Rotar
             if close(made[0], cos) and close(made[1], sin):
                 return candidate
     return None
-
-
-def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
-    """Whether two tensors are equal within `tolerance` times the largest value; None: rounding."""
-    if a.shape != b.shape:
-        return False
-    tolerance = 8 * torch.finfo(b.dtype).eps if tolerance is None else tolerance
-    return bool(((a - b).abs() <= tolerance * b.abs().amax()).all())

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -56,6 +56,9 @@ class Seen:
     """What was observed of one module that has a layer in the cache.
 
     Attributes:
+        model: the model that it is part of.
+        makers: modules of any model that returned two tensors, with the first tensor and their
+            arguments.
         arguments: of its last forward, by name, including `**kwargs`.
         parameters: names of the parameters of that forward, in order.
         extra: names of the arguments in `**kwargs`; None: the forward has no `**kwargs`.
@@ -69,6 +72,8 @@ class Seen:
 
     name: str
     module: Any
+    model: nn.Module
+    makers: list[tuple[Any, Tensor, dict[str, Any]]]
     arguments: dict[str, Any] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     extra: tuple[str, ...] | None = None
@@ -100,6 +105,24 @@ class Seen:
         """Its `position_embeddings` argument: cosines and sines, or None."""
         return self.arguments.get("position_embeddings")
 
+    @cached_property
+    def ignores_positions(self) -> bool:
+        """Whether it makes equal keys of equal tokens at different positions; runs it again."""
+        given = self.arguments
+        names = ["hidden_states"] if "hidden_states" in given else [*given]
+        states = {n: x for n in names if isinstance(x := given[n], Tensor) and x.dim() == 3}
+        try:
+            keys = self.again(**{n: x[:, :1].expand_as(x) for n, x in states.items()}).key
+        except Exception:  # the module runs in its place alone
+            return False
+        return close(keys, keys[:, :, :1].expand_as(keys))
+
+    def again(self, **changed: Any) -> Attended:
+        """Run it again with changed arguments; returns its first attention call."""
+        with watched(self.model) as watch:
+            self.module(**{**self.arguments, self.cache_name: None, **changed})
+        return watch.of_module[id(self.module)].attended[0]
+
 
 def code_of(module: nn.Module) -> Any:
     """The code of the forward of `module`, below all wrappers; None: it is not in Python."""
@@ -116,19 +139,11 @@ class Watch:
     """A profile function that records the modules of a model that have a `layer_idx`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.seen = [Seen(name, module) for name, module in layers_of(model)]
         self.makers: list[tuple[Any, Tensor, dict[str, Any]]] = []
-        """Modules that returned two tensors, with the first tensor and their arguments."""
-        self._by_module = {id(seen.module): seen for seen in self.seen}
+        self.seen = [Seen(*named, model, self.makers) for named in layers_of(model)]
+        self.of_module = {id(seen.module): seen for seen in self.seen}
         self._running: list[tuple[FrameType, Seen]] = []
         self._attending: dict[FrameType, Attended] = {}
-
-    def again(self, seen: Seen, **changed: Any) -> Attended:
-        """Run a module again with changed arguments; returns its first attention call."""
-        with watched(self.model) as watch:
-            seen.module(**{**seen.arguments, seen.cache_name: None, **changed})
-        return watch._by_module[id(seen.module)].attended[0]
 
     def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
         code = frame.f_code
@@ -146,7 +161,7 @@ class Watch:
                 self._returned(frame, frame.f_locals[code.co_varnames[0]], returned)
 
     def _called(self, frame: FrameType, first: Any) -> None:
-        code, seen = frame.f_code, self._by_module.get(id(first))
+        code, seen = frame.f_code, self.of_module.get(id(first))
         if seen is not None and (code.co_name == "forward" or code is code_of(seen.module)):
             if any(other is seen for _, other in self._running):  # `super().forward(...)`
                 return
@@ -170,14 +185,22 @@ class Watch:
         if not isinstance(first, Tensor):
             return
         if frame.f_code.co_name == "_call_impl":  # the output that hooks see, gathered over ranks
-            if id(module) in self._by_module:
-                self._by_module[id(module)].output = first
+            if id(module) in self.of_module:
+                self.of_module[id(module)].output = first
             for _, seen in self._running[-1:]:
                 for name in [n for n, x in seen.module.named_children() if x is module]:
                     seen.outputs.pop(name, None)
                     seen.outputs[name] = first
         elif isinstance(returned, tuple) and len(returned) == 2 and _are_alike(*returned):
             self.makers.append((module, first, dict(frame.f_locals)))
+
+
+def close(a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
+    """Whether two tensors are equal within `tolerance` times the largest value; None: rounding."""
+    if a.shape != b.shape:
+        return False
+    tolerance = 8 * torch.finfo(b.dtype).eps if tolerance is None else tolerance
+    return bool(((a - b).abs() <= tolerance * b.abs().amax()).all())
 
 
 def _are_alike(first: Tensor, second: Any) -> bool:

@@ -188,10 +188,10 @@ class KVzip(ReplayPress):
         """
         n_before = min(self.n_sink, chunk.start)
         visible = slice(n_before), chunk, slice(row.length, None)
-        keys = torch.cat([call.keys[:, :, part] for part in visible], dim=2)
+        seen = call.replace(keys=torch.cat([call.keys[:, :, part] for part in visible], dim=2))
         most = torch.zeros_like(upcast(call.keys[:, :, chunk, 0]))
         norms = None if factors is None else projected_value_norms(call, chunk)
-        for tile in attention_tiles(call.site, call.queries(), keys):
+        for tile in attention_tiles(seen, call.queries()):
             # (1, heads, G, rows, chunk)
             weights = tile.weights[..., n_before : n_before + most.shape[-1]]
             if norms is not None and factors is not None:

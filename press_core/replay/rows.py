@@ -22,8 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from press_core.attention import attention_tiles
 from press_core.budget import Tokens, n_kept
-from press_core.cache.caches import is_empty, known
-from press_core.cache.masks import for_full_attention, prefill_tokens
+from press_core.cache import caches, masks
 from press_core.cache.positions import tokens_seen
 from press_core.call import AttentionCall
 from press_core.engine import require_readable, store_decisions
@@ -193,7 +192,7 @@ class ReplayPress(RatioPress, InstalledPress):
             UnsupportedCacheError: if a layer is not a DynamicLayer.
         """
         cache = cache_after(forward, output)
-        if is_empty(cache, scope.first) or self.compression_ratio == 0:
+        if caches.is_empty(cache, scope.first) or self.compression_ratio == 0:
             return
         ids, tokens = forward.given.get("input_ids"), self._real_tokens(forward)
         self._require_plain(scope, cache, tokens)
@@ -238,8 +237,8 @@ class ReplayPress(RatioPress, InstalledPress):
                 left padding.
         """
         ids = forward.token_ids(f"{type(self).__name__} runs the tokens of the context again")
-        mask = for_full_attention(forward.given.get("attention_mask"))
-        return prefill_tokens(mask, ids.shape[1], len(ids))
+        mask = masks.for_full_attention(forward.given.get("attention_mask"))
+        return masks.prefill_tokens(mask, ids.shape[1], len(ids))
 
 
 def store_chosen(
@@ -262,7 +261,7 @@ def store_chosen(
         joining: by row, keys and values to append, `(1, H_kv, m, d)`; empty: none.
         even: whether all heads of a row keep the same number of tokens.
     """
-    layer = known(cache, site.layer_idx)
+    layer = caches.known(cache, site.layer_idx)
     require_readable(layer, site)
     (keys, values), when = layer.states(), Moment(seen=tokens_seen(layer, occupied))
     if joining:
@@ -356,7 +355,7 @@ class KVCompose(ReplayPress):
                 norms[layer] = upcast(call.values[:, :, : row.length]).norm(dim=-1)
                 zeros = torch.zeros_like(norms[layer])
                 received[layer] = zeros.unsqueeze(2).repeat(1, 1, groups, 1)
-            for tile in attention_tiles(call.site, call.queries(), call.keys):
+            for tile in attention_tiles(call, call.queries()):
                 weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
                 if self.agg_task == "max":
                     torch.maximum(of_heads, weights.amax(dim=3), out=of_heads)

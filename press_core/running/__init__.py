@@ -30,7 +30,7 @@ ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
 )
 """Called when a forward that is not compiled enters the decoder."""
 
-OBSERVED: tuple[Callable[[ScopeState, AttentionPass, AttentionCall], AttentionCall | None], ...] = (
+OBSERVED: tuple[Callable[[AttentionPass, AttentionCall], AttentionCall | None], ...] = (
     chunks.wait,
     images.with_images,
 )

@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from press_core.cache.caches import known
 from press_core.cache.given import innermost_frame
 from press_core.cache.memory import Memory
 from press_core.cache.positions import rotary_positions
@@ -126,21 +125,20 @@ def _n_remaining(forward: Forward) -> int:
     return sum(chunk.shape[-1] for chunk in chunks[index + 1 :])
 
 
-def wait(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> AttentionCall | None:
+def wait(passed: AttentionPass, call: AttentionCall) -> AttentionCall | None:
     """The call over the whole context after its last chunk; None before.
 
     A press that prunes after every chunk gets each of them. For others the states of the chunks are
     buffered, so that they see the context as in one forward.
     """
-    n_remaining = passed.forward.n_remaining
-    layer = known(passed.cache, passed.site.layer_idx)
+    scope, layer, n_remaining = passed.scope, passed.layer, passed.forward.n_remaining
     memory = layer.memories.get(scope.key, Memory())
     if not n_remaining and layer.n_seen == passed.hidden_states.shape[1]:
         return call
-    require_causal(scope, passed)
+    require_causal(passed)
     if scope.traits.phases & Phase.CHUNKS:
         return _chunk(passed, call)
-    memory = replace(memory, in_prefill=True).with_step(step_of(scope, passed))
+    memory = replace(memory, in_prefill=True).with_step(step_of(passed))
     if not n_remaining:
         layer.remember(scope.key, None)
         whole = memory.n_known == layer.n_seen
@@ -151,10 +149,10 @@ def wait(scope: ScopeState, passed: AttentionPass, call: AttentionCall) -> Atten
 
 def _chunk(passed: AttentionPass, call: AttentionCall) -> AttentionCall:
     """The call over a prefill chunk and what is kept of earlier chunks."""
-    layer, ids = known(passed.cache, passed.site.layer_idx), call.at.ids
+    layer, ids = passed.layer, call.at.ids
     if ids is None:
         n, device = passed.hidden_states.shape[1], call.keys.device
         ids = torch.arange(layer.n_seen - n, layer.n_seen, device=device)[None]
-    rotary = rotary_positions(layer, passed.site, passed.occupied(layer), ids[:, -1])
+    rotary = rotary_positions(layer, passed.site, passed.occupied, ids[:, -1])
     at = replace(call.at, ids=ids, tokens=None, rotary=rotary)
     return call.replace(at=at, when=replace(call.when, n_remaining=passed.forward.n_remaining))

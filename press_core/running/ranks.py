@@ -13,7 +13,6 @@ from torch import Tensor
 
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction, memory_of
-from press_core.observed import Query
 from press_core.press import Press
 
 _DECIDED = "keys", "values", "kept", "rotary_positions", "head_mask", "channels", "late_mask"
@@ -42,22 +41,11 @@ def of_all_heads(call: AttentionCall) -> AttentionCall:
     if group.process_group is None:
         return call
 
-    def gathered(x: Tensor | None) -> Any:
-        return x if x is None or x.shape[1] != n_local else group.gather(x)
+    def gathered(x: Tensor, dims: str) -> Tensor:
+        is_of_heads = "H" in dims and x.shape[1] % n_local == 0  # else it is the same for all
+        return group.gather(x) if is_of_heads else x
 
-    query = call.query and Query(group.gather(call.query.states), call.query.is_rotated)
-    weights = None if call.attentions is None else group.gather(call.attentions)
-    tokens, rotary = gathered(call.at.tokens), gathered(call.at.rotary)
-    return replace(
-        call,
-        keys=group.gather(call.keys),
-        values=group.gather(call.values),
-        attentions=weights,
-        query=query,
-        at=replace(call.at, tokens=tokens, rotary=rotary),
-        memory={name: group.gather(x) for name, x in call.memory.items()},
-        carried={name: group.gather(x) for name, x in call.carried.items()},
-    )
+    return call.each(gathered)
 
 
 def own_heads(known: Mapping[str, Tensor], call: AttentionCall) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def test_tiles_of_attention_are_parts_of_all_of_it(window, at_once, monkeypatch)
     call = drawn_call(LENGTH, site=with_sinks())
     whole, seen = window_attention(call, window), torch.zeros(KV_HEADS, window)
     smallest = BATCH * GROUP * LENGTH
-    for tile in attention_tiles(call.site, call.queries(window), call.keys):
+    for tile in attention_tiles(call, call.queries(window)):
         assert tile.weights.numel() <= max(at_once, smallest)
         end = LENGTH - window + tile.rows.stop
         assert tile.weights.shape[-1] == end
