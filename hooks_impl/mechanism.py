@@ -101,10 +101,8 @@ def _enter(
     if not kwargs:  # see `Hook`
         return None
     called = Arguments(args, kwargs[0], names)
-    if runs_eagerly(scope, called):
-        given = enter_eagerly(entry.enter, scope, called)
-    else:
-        given = entry.enter(scope, called)
+    enter = partial(enter_eagerly, entry.enter) if runs_eagerly(scope, called) else entry.enter
+    given = enter(scope, called)
     return None if given is called else (given.args, given.kwargs)
 
 

@@ -101,7 +101,7 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         UnsupportedCacheError: if the cache is of a kind that cannot be pruned.
         UnsupportedInputError: if the layout of the input is not supported.
     """
-    is_compiling = torch.compiler.is_compiling()
+    is_compiling = torch.compiler.is_dynamo_compiling()  # torch.export runs hooks as they are
     if not is_compiling:  # compiled forwards are not counted
         if not forward.entered and running.is_early_exit():
             return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -180,8 +181,8 @@ class ScopeState:
     def _close(self) -> None:
         with _opening:
             self.key.is_open = False
-        inside = self._under_way(in_this_thread=True)
-        if inside:
+        thread = threading.get_ident()
+        if inside := [forward for forward, of in self._under_way().items() if of == thread]:
             inside[0].at_end.append(self._end)
         else:
             self._end()
@@ -190,23 +191,20 @@ class ScopeState:
         """Wait for forwards of other threads, then close."""
         is_interrupted = True
         try:
-            while self._under_way(in_this_thread=False):
+            while self._under_way():
                 time.sleep(1e-3)
             is_interrupted = False
         finally:  # forwards may be left over: an interrupt has ended them, or this wait
-            for forward in self.running.copy():
-                if is_interrupted or not forward.runs:
-                    forward.fail()
+            still = {} if is_interrupted else self._under_way()
+            for forward in self.running.copy().keys() - still.keys():
+                forward.fail()
             self.take_off()
 
-    def _under_way(self, in_this_thread: bool) -> list[Forward]:
-        """This scope's running forwards in this thread, or in all others."""
-        this_thread = threading.get_ident()
-        return [
-            forward
-            for forward, thread in self.running.copy().items()
-            if (thread == this_thread) is in_this_thread and forward.runs
-        ]
+    def _under_way(self) -> dict[Forward, int]:
+        """This scope's running forwards; those of other threads have ended in a forked process."""
+        threads = {*sys._current_frames()}  # ids alone: the frames include this one
+        running = self.running.copy().items()
+        return {forward: of for forward, of in running if of in threads and forward.runs}
 
     def take_off(self) -> None:
         with _opening:

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -127,6 +128,15 @@ def lengths_of(cache):
 
 
 # ---- by other threads ----------------------------------------------------------------------------
+
+
+def test_a_forked_process_has_no_other_threads_to_wait_for(package, model):
+    with half(package)(model) as scope, running(model):
+        child = get_context("fork").Process(target=scope.remove)
+        child.start()
+        child.join(LONG)
+        child.kill()
+        assert child.exitcode == 0
 
 
 @everywhere

@@ -258,14 +258,19 @@ def test_a_compiled_step_that_needs_help_puts_it_back(package):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@both
 def test_an_exported_step_over_layers_of_different_lengths_needs_a_scope(package):
-    """Its masks are made for a single token, too."""
+    """Its masks are made for a single token, too. Where it fails, PyTorch calls no hooks."""
     model, reads = build("llama"), torch.nn.Module()
-    with package.PerLayerCompressionPress(package.KnormPress(), [0.5, 0.25])(model):
-        cache = prefilled(model)
-    reads.forward = lambda ids: model(ids, past_key_values=cache).logits
-    with pytest.raises(ScopeError, match="different lengths"):
-        torch.export.export(reads, (NEXT,), strict=False)
+    for _ in range(2):
+        with package.PerLayerCompressionPress(package.KnormPress(), [0.5, 0.25])(model):
+            cache = prefilled(model)
+            assert lengths(cache) == [20, 30]
+            reads.forward = lambda ids, cache=cache: model(ids, past_key_values=cache).logits
+            with pytest.raises(RuntimeError, match="indices"):
+                torch.export.export(reads, (NEXT.float(),), strict=False)
+        with pytest.raises(ScopeError, match="different lengths"):
+            torch.export.export(reads, (NEXT,), strict=False)
 
 
 @both

@@ -249,7 +249,7 @@ def test_a_composition_that_holds_itself(package):
 # ---- ways of running -----------------------------------------------------------------------------
 
 
-def test_vmap(package):
+def test_transforms_that_read_no_values(package):
     model = build("llama")
 
     def last_key(ids):
@@ -260,6 +260,11 @@ def test_vmap(package):
     with package.KnormPress(0.5)(model):
         with pytest.raises(UnsupportedInputError, match="batch"):
             torch.vmap(last_key)(token_ids(2, 12))
+        exported = torch.nn.Module()
+        exported.forward = last_key
+        for record, run in ((torch.jit.trace, last_key), (torch.export.export, exported)):
+            with pytest.raises(UnsupportedInputError, match="decode steps"):
+                record(run, (token_ids(1, 12)[0],))
         whole = torch.vmap(lambda ids: model(ids[None], use_cache=False).logits)
         assert whole(token_ids(2, 12)).shape[:2] == (2, 1)
 

@@ -271,7 +271,7 @@ def _again(
 
 def _masking_a_token(site: AttentionSite, given: Arguments) -> Arguments:
     """The arguments with a mask that hides one of the first tokens."""
-    if "attention_mask" not in site.signature.parameters:
+    if "attention_mask" not in (*site.signature.parameters, *given.kwargs):
         return given
     like, *_ = (x for x in (*given.args, *given.kwargs.values()) if isinstance(x, Tensor))
     seen = columns_seen(given.get("attention_mask"), 1, watching.N_TOKENS + 1, like.device).clone()

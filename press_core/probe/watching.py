@@ -61,7 +61,8 @@ class Seen:
             arguments.
         arguments: of its last forward, by name, including `**kwargs`.
         parameters: names of the parameters of that forward, in order.
-        extra: names of the arguments in `**kwargs`; None: the forward has no `**kwargs`.
+        extra: names of the arguments in `**kwargs` that no inherited forward takes by name; None:
+            the forward has no `**kwargs`.
         n_forwards: number of forwards.
         attended: calls of attention functions with this module.
         interface: the registry that it got an attention function from.
@@ -87,7 +88,7 @@ class Seen:
     @property
     def cache_name(self) -> str:
         """The name of the argument that is a cache; empty: none."""
-        return next((n for n in self.parameters if isinstance(self.arguments.get(n), Cache)), "")
+        return next((name for name, x in self.arguments.items() if isinstance(x, Cache)), "")
 
     @property
     def cache(self) -> Any:
@@ -164,6 +165,7 @@ class Watch:
         code, seen = frame.f_code, self.of_module.get(id(first))
         if seen is not None and (code.co_name == "forward" or code is code_of(seen.module)):
             if any(other is seen for _, other in self._running):  # `super().forward(...)`
+                seen.extra = seen.extra and tuple(x for x in seen.extra if x not in frame.f_locals)
                 return
             _note_arguments(seen, frame)
             self._running.append((frame, seen))

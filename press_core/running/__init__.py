@@ -19,7 +19,7 @@ from press_core.running.sliding import let_slide as let_slide
 from press_core.scope import ScopeState
 
 ENTERED: tuple[Callable[[ScopeState, Forward], None], ...] = (
-    refused.refuse_vmap,
+    refused.refuse_unreadable,
     refused.refuse_paged,
     refused.refuse_draft_tokens,
     refused.refuse_restart,

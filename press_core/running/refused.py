@@ -5,6 +5,7 @@ All but the drafts of `is_early_exit`, which scopes leave alone, raise an error 
 
 from types import FrameType
 
+import torch
 from torch._C._functorch import is_batchedtensor
 from transformers.cache_utils import Cache
 
@@ -62,9 +63,7 @@ def refuse_restart(scope: ScopeState, forward: Forward) -> None:
 
     It counts the tokens of the cache for this, which are fewer after rerotation.
     """
-    if forward.cache is not None:
-        return
-    frame = _loop_of(forward)
+    frame = _loop_of(forward) if forward.cache is None else None
     given = {} if frame is None else frame.f_locals.get("model_kwargs", {})
     dropped = [layer for name in CACHE_NAMES for layer in pruned_layers(own_cache(given.get(name)))]
     if any(layer.kept.following is not None for layer in dropped):
@@ -84,15 +83,18 @@ def is_early_exit() -> bool:
     return frame is not None and hasattr(frame.f_locals["self"], "assistant_early_exit")
 
 
-def refuse_vmap(scope: ScopeState, forward: Forward) -> None:
-    """Raise on the batched tensors of `torch.vmap`, whose values cannot be read."""
+def refuse_unreadable(scope: ScopeState, forward: Forward) -> None:
+    """Raise where values cannot be read, or where those of one input would be recorded for all."""
     found = [forward.given.get(name) for name in ("input_ids", "inputs_embeds")]
-    if forward.given.get("use_cache") is False:
-        return
-    if any(is_batchedtensor(x) for x in found if x is not None):
+    is_batched = any(is_batchedtensor(x) for x in found if x is not None)
+    acts_in = Phase.ON_CONTEXTS if forward.is_context else Phase.BEHIND_CONTEXTS
+    is_recorded = torch.compiler.is_exporting() or torch._C._get_tracing_state()
+    refused = is_batched or (is_recorded and scope.traits.phases & acts_in)
+    if refused and forward.given.get("use_cache") is not False:
         raise UnsupportedInputError(
-            f"{type(scope.press).__name__} chooses tokens by their scores, whose values cannot be "
-            "read under torch.vmap; pass a batch to the model"
+            f"{type(scope.press).__name__} chooses tokens by their scores, which torch.vmap cannot "
+            "read, and an exported or traced program does not read again; pass a batch to the "
+            "model, and export or trace only decode steps in which the press does not act"
         )
 
 

@@ -349,6 +349,7 @@ def test_an_attention_that_calls_the_one_it_inherits_from():
     for layer in model.model.layers:
         layer.self_attn.__class__ = Inheriting
     assert all(not site.refusals and site.num_heads == 4 for site in attention_sites(model))
+    assert all(site.signature.hands_on for site in attention_sites(model))
     for layer in model.model.layers:
         layer.self_attn.rotary = copy.deepcopy(model.model.rotary_emb)
         layer.register_forward_pre_hook(
@@ -358,13 +359,10 @@ def test_an_attention_that_calls_the_one_it_inherits_from():
 
 
 class Inheriting(transformers.models.llama.modeling_llama.LlamaAttention):
-    def forward(
-        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None,
-        cache=None, **given,
-    ):  # fmt: skip
-        rotate = getattr(self, "rotary", lambda *_: position_embeddings)
-        angles, cache = rotate(hidden_states, given["position_ids"]), past_key_values or cache
-        return super().forward(hidden_states, angles, attention_mask, cache, **given)
+    def forward(self, **given):
+        rotate = getattr(self, "rotary", lambda *_: given["position_embeddings"])
+        angles = rotate(given["hidden_states"], given["position_ids"])
+        return super().forward(**{**given, "position_embeddings": angles})
 
 
 def test_a_model_that_masks_single_tokens_too(package, monkeypatch):
