@@ -124,6 +124,8 @@ class KvpressCompatible(Press):
         kwargs = _named_as_before(kwargs, passed.site, passed.cache, passed.hidden_states)
         kwargs[FORWARD] = passed
         output = self.forward_hook(module, passed.given.args, kwargs, passed.output)
+        if passed.cache is not None:
+            engine.keep_whole(passed)
         if isinstance(module, AttentionView) and module.masked_key_indices is not None:
             raise UnsupportedInputError(
                 f"{type(self).__name__}.forward_hook sets masked_key_indices, which is read after "

@@ -47,6 +47,18 @@ def _act(passed: AttentionPass) -> None:
                 passed.forward.at_end.append(partial(need_masks_beside, cache, passed.site))
 
 
+@running.eagerly
+def keep_whole(passed: AttentionPass) -> None:
+    """Store a layer that a press's own hook has left out, if the first layer was pruned."""
+    cache = passed.cache
+    layer, first = caches.known(cache, passed.site.layer_idx), caches.mask_layer(cache)
+    if not layer.is_pruned and isinstance(first, PrunedLayer) and first.is_pruned:
+        call, occupied = call_of(passed, *layer.states()), passed.occupied
+        parts = parts_of(call, occupied, row_by_row=False)
+        groups = [RowGroup(rows, slots, Eviction.nothing(part)) for rows, slots, part in parts]
+        writing.store(cache, Decisions(call, groups, occupied), passed.scope.key)
+
+
 def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:
     """Store what is kept of a layer in a forward, and record it in the tally."""
     site = decisions.call.site

@@ -212,6 +212,8 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
 def _continue(scope: ScopeState, forward: Forward) -> None:
     """Count a forward over a filled cache, and decide whether the press acts in it."""
     traits, cache = scope.traits, forward.cache
+    if traits.phases & Phase.BEHIND_CONTEXTS:
+        masks.refuse_bias(masks.for_full_attention(forward.given.get(MASK)))
     if traits.phases & (Phase.BEFORE_DECODER | Phase.BEFORE_DECODING):
         forward.notes.pop(reading.HIDDEN_CONTEXT, None)  # the press may have changed the mask
     if traits.phases & Phase.BEFORE_DECODING:
@@ -225,19 +227,25 @@ def _continue(scope: ScopeState, forward: Forward) -> None:
     if scope.acts_in_step(n_steps, forward.n_tokens):
         if scope.press.is_due(n_steps, forward.n_tokens):
             scope.check_fields()
-        for site in scope.sites:  # before any layer gets tokens that others will not
-            if site.layer_idx < len(cache.layers):  # a model may have run its first layers only
-                layer = caches.known(cache, site.layer_idx)
-                if not evicts_later(scope.press, layer):
-                    require_readable(layer, site)
+        for site in _filled(scope, cache):  # before any layer gets tokens that others will not
+            layer = caches.known(cache, site.layer_idx)
+            if not evicts_later(scope.press, layer):
+                require_readable(layer, site)
         forward.acting[scope] = Progress(n_steps, n_forwards)
+
+
+def _filled(scope: ScopeState, cache: Any) -> list[AttentionSite]:
+    """The sites whose layers have seen tokens: a model may have run its first layers only."""
+    stored = cache.layers
+    sites = [site for site in scope.sites if site.layer_idx < len(stored)]
+    return [site for site in sites if stored[site.layer_idx].is_initialized]
 
 
 def _prune_before(scope: ScopeState, forward: Forward) -> None:
     is_of_slots = reading.is_built_for_slots(forward)  # asked before the slots change
     first = caches.known(forward.cache, scope.first)
     n_filled, mask = first.n_old + first.n_recent, reading.filled_mask(forward, first)
-    for site in scope.sites:
+    for site in _filled(scope, forward.cache):
         prune_before(scope, forward, mask, site)
     slots.need_masks_beside(forward.cache, scope.sites[0])
     if is_of_slots and caches.known(forward.cache, scope.first) is not first:

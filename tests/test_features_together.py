@@ -6,12 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    StaticCache,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -52,9 +47,10 @@ from tests.support import (
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-def test_a_later_mask_that_adds_to_logits_is_refused(package):
-    """Also one whose least number is not its dtype's."""
-    model, press = build("llama"), package.KnormPress(0.5)
+@pytest.mark.parametrize("press", ["KnormPress(0.5)", "DecodingPress(KnormPress(), 1, 8)"])
+def test_a_later_mask_that_adds_to_logits_is_refused(package, press):
+    """Also one whose least number is not its dtype's, and before a whole cache is pruned by it."""
+    model, press = build("llama"), read_press(press, package)
     hidden = ~torch.ones(4, 24, dtype=torch.bool).tril(20)
     mask = torch.zeros(1, 1, 4, 24).masked_fill(hidden, -1e9)
     cache, positions = filled(model, press, token_ids(1, 20)), torch.arange(20, 24)[None]
@@ -233,20 +229,39 @@ def test_a_logits_processor_may_fill_a_cache_of_its_own(package):
 # ---- presses of one's own ------------------------------------------------------------------------
 
 
-def test_rows_that_are_rerotated_beside_rows_that_are_not():
-    class LongOnly(patch_impl.BasePress):
+ROTATES = {
+    "long rows": lambda call: call.length > 10,
+    "the first layer": lambda call: not call.site.layer_idx,
+    "the first layer, later": lambda call: not (call.site.layer_idx and call.when.decoding),
+}
+
+
+@pytest.mark.parametrize("others", [Eviction.keep, lambda call, _: Eviction.nothing(call)])
+@pytest.mark.parametrize("rotates", ROTATES.values(), ids=ROTATES)
+def test_rows_and_layers_that_are_rerotated_beside_others_that_are_not(rotates, others):
+    class Some(patch_impl.BasePress):
         needs, row_by_row = Needs.ROPE | Needs.NEW_POSITIONS, True
+        phases, is_due = Phase.PREFILL | Phase.DECODING, lambda self, n_steps, _: n_steps == 2
 
         def compress(self, call):
             kept = torch.arange(0, call.length, 2).expand(*call.keys.shape[:2], -1)
-            eviction = Eviction.keep(call, kept)
-            return eviction.rerotated() if call.length > 10 else eviction
+            return Eviction.keep(call, kept).rerotated() if rotates(call) else others(call, kept)
 
-    model, press, padded = build("llama"), LongOnly(), left_padded(2, 17, (0, 8))
-    together = in_parts(model, press, padded, [0, 16, 17])[1][-1]
+    model, press, padded = build("llama"), Some(), left_padded(2, 22, (0, 8))
+    together = torch.cat(in_parts(model, press, padded, [0, 16, 17, 18, 19, 22])[1][1:], dim=1)
     for row, start in ((0, 0), (1, 8)):
-        alone = in_parts(model, press, padded, [start, 16, 17], [row])[1][-1]
-        torch.testing.assert_close(together[[row]], alone)
+        alone = padded[0][[row], start:].split((16 - start, 1, 1, 1, 3), dim=1)
+        expected = torch.cat(ran(model, press, alone)[1][1:], dim=1)
+        torch.testing.assert_close(together[[row]], expected)
+
+
+def test_a_pruning_that_is_refused_leaves_a_buffer_as_it_was():
+    model, cache = build("llama"), StaticCache(build("llama").config, max_cache_len=48)
+    press = hooks_impl.StreamingLLMDecodingPress(max_capacity=16, rerotate=True)
+    before = ran(model, press, forwards([20, 1]), cache)[0].layers[0].keys[:, :, :17].clone()
+    with pytest.raises(UnsupportedInputError, match="sinks"):
+        ran(model, hooks_impl.DecodingPress(hooks_impl.KnormPress(), 1, 8), forwards([1]), cache)
+    assert torch.equal(cache.layers[0].keys[:, :, :17], before)
 
 
 def test_positions_continue_though_the_last_rerotated_key_is_evicted():

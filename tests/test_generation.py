@@ -334,6 +334,9 @@ def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
     cache = filled(model, press, context)
     with pytest.raises(UnsupportedInputError, match=rf"hides .*{LENGTH} tokens"):
         filled(model, press, question, cache, attention_mask=mask)
+    for scope in (None, press):  # as if the cache held no tokens
+        with pytest.raises(UnsupportedInputError, match=rf"too short .*{LENGTH} that"):
+            filled(model, scope, question, cache, attention_mask=torch.ones_like(question))
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -41,6 +41,12 @@ class Halving(BasePress):
         return keys[:, :, ::2], values[:, :, ::2]
 
 
+class SparingTheLast(Halving):
+    def forward_hook(self, module, input, kwargs, output):
+        spared = module.layer_idx == self.n_layers - 1
+        return output if spared else super().forward_hook(module, input, kwargs, output)
+
+
 def prefill(press, length=30):
     model = build("llama", num_layers=2)
     cache, logits = ran(model, press, [token_ids(2, length), token_ids(2, 3)])
@@ -51,6 +57,7 @@ def test_compress_with_layers_of_different_length():
     kept, logits = prefill(Halving(spares_the_last=True))
     assert kept == [15, 30]
     assert torch.isfinite(logits).all()
+    assert torch.equal(prefill(SparingTheLast())[1], logits)
 
 
 def test_a_press_that_does_not_say_what_it_kept_is_refused_where_that_matters():

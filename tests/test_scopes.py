@@ -21,6 +21,7 @@ import patch_impl
 from attention_patch.reversible import _install, wrap
 from press_core import ScopeError, kept_lengths
 from press_core.scope import ScopeState, bound_to
+from tests.presses import read_press
 from tests.support import (
     PACKAGES,
     PLAIN,
@@ -214,12 +215,15 @@ def test_hooks_that_are_passed_by_are_not_silent(model):
 
 
 @both
-def test_a_model_may_run_its_first_layers_only(package, model):
+@pytest.mark.parametrize("press", ["KnormPress(0.5)", "StreamingLLMDecodingPress(20)"])
+def test_a_model_may_run_its_first_layers_only(package, press, model):
     """As models that draft for themselves do."""
-    with package.KnormPress(0.5)(model):
+    caches = DynamicCache(), DynamicCache(config=model.config)
+    with read_press(press, package)(model):
         model.config.num_hidden_layers = 2
-        cache = model(token_ids(1, 40), past_key_values=DynamicCache()).past_key_values
-        assert [int(n[0, 0]) for n in kept_lengths(cache)] == [20, 20]
+        for cache in caches:
+            ran(model, None, forwards([40, 1]), cache)
+            assert [int(n[0, 0]) for n in kept_lengths(cache)[:2]] == [21, 21]
 
 
 @both

@@ -46,9 +46,15 @@ def check_sizes(layer: Any, n_new: int, alone: bool) -> None:
     mask, n_seen, count = _mask_it_builds_from(), layer.n_seen, layer.get_seq_length()
     if alone and mask is not None:
         _check_mask(mask, layer, count, n_new)
-    fits = mask is None or mask.shape[1] in (n_seen + n_new, count + n_new)
-    if n_new > 1 or count != n_seen or not fits:  # decode steps do not search the whole stack
-        _check_tokens(n_seen, count, n_new, None if mask is None or fits else mask.shape[1])
+    if n_new > 1 or count != n_seen:  # decode steps do not search the whole stack
+        _check_tokens(n_seen, count, n_new)
+    if mask is not None and mask.shape[1] < count + n_new:  # the model would hide the latest tokens
+        raise UnsupportedInputError(
+            f"an attention_mask of {mask.shape[1]} columns is too short for {n_new} tokens after "
+            f"the {n_seen} that the cache has seen; pass one over all tokens, evicted ones "
+            "included. If generate with draft tokens cut the one that you passed, leave the "
+            "assistance out, or use transformers 5.18 or newer, and no padding"
+        )
 
 
 def _check_mask(mask: Tensor, layer: Any, count: int, n_new: int) -> None:
@@ -79,15 +85,11 @@ def _check_columns(mask: Tensor, n_columns: int) -> None:
         )
 
 
-def _check_tokens(n_seen: int, count: int, n_new: int, n_cut: int | None) -> None:
-    """Raise if `generate` would take tokens for new that the layer may have seen.
-
-    Args:
-        n_cut: columns of the mask, if they do not fit.
-    """
+def _check_tokens(n_seen: int, count: int, n_new: int) -> None:
+    """Raise if `generate` would take tokens for new that the layer may have seen."""
     frame = innermost_frame("transformers.generation.utils", ("_prefill", "_assisted_decoding"))
     if frame is not None and frame.f_code.co_name == "_assisted_decoding":
-        _check_cut(frame, n_seen, count, n_new, n_cut)
+        _check_cut(frame, n_seen, count, n_new)
         return
     if count == n_seen or frame is None:
         return
@@ -114,18 +116,12 @@ def _check_all(given: int, n_seen: int, count: int) -> None:
         )
 
 
-def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int, n_cut: int | None) -> None:
+def _check_cut(frame: FrameType, n_seen: int, count: int, n_new: int) -> None:
     """Raise where `generate` with draft tokens lets the model miscount the cached tokens.
 
     It cuts a mask to the tokens that it was given: transformers 5.2 wants all of them, and runs the
     new ones. Later releases run all that they are given, and since 5.18 drop a mask of ones.
     """
-    if n_cut is not None:
-        raise UnsupportedInputError(
-            f"generate with draft tokens cut the attention_mask to {n_cut} columns, which "
-            f"does not fit a cache that has seen {n_seen} tokens; leave the assistance out, or use "
-            "transformers 5.18 or newer, and no padding"
-        )
     known = frame.f_locals
     given = int(known["input_ids"].shape[1])
     n_columns = getattr(known["generation_config"], "_mask_length", 0)

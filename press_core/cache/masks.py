@@ -164,7 +164,7 @@ def refuse_bias(mask: Any) -> None:
     """
     if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.dim() == 2:
         return
-    if bool(((mask != 0) & is_visible(mask)).any()):
+    if not torch.compiler.is_compiling() and bool(((mask != 0) & is_visible(mask)).any()):
         raise UnsupportedInputError(
             "the attention mask adds something to the logits of tokens that it does not mask out; "
             "presses take additive masks of 0 and the dtype's minimum only"

@@ -210,14 +210,15 @@ class PrunedLayer(DynamicLayer):
         return extended(self.kept.rotary.to(recent.device), recent.unsqueeze(1))
 
     def following_positions(self, n: int, real: Tensor | None) -> Tensor:
-        """Rotary positions `(B, n)` of tokens after rerotated keys; padding is not counted.
+        """Rotary positions `(B, n)` of tokens after the pruned part; padding is not counted.
 
         Args:
             real: `(B, n)` bool, which of them are not padding; None: all.
         """
         if real is None:
             real = torch.ones(1, n, dtype=torch.bool, device=self.device)
-        first = torch.tensor(self.kept.following, device=real.device)[:, None]
+        following = self.kept.following or (self.kept.n_seen,) * self.batch
+        first = torch.tensor(following, device=real.device)[:, None]
         return (first - 1 + real.cumsum(dim=-1)).clamp(min=0)
 
     def lengths(self) -> Tensor:

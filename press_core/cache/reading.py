@@ -8,7 +8,7 @@ from torch import Tensor
 from press_core.cache import masks
 from press_core.cache.caches import mask_layer, pruned_layers
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.slots import MASKED, Masked, filled_columns
+from press_core.cache.slots import MASKED, Masked, filled_columns, has_own_positions
 from press_core.cache.tokens import ReadingNeeds
 from press_core.errors import UnsupportedInputError
 from press_core.forward import Arguments, Forward
@@ -136,7 +136,7 @@ def _hidden_context(forward: Forward) -> Tensor | None:
     layers = pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
-    if not torch.compiler.is_compiling() and not is_built_for_slots(forward):
+    if not is_built_for_slots(forward):
         masks.refuse_bias(mask)
     first, latest = layers[0], max([layer.kept.n_seen for layer in layers])
     kept = next(layer.kept for layer in layers if layer.kept.n_seen == latest)
@@ -211,7 +211,8 @@ def helped(
     if forward.reading is layer:  # another scope has prepared this call
         return given
     forward.reading = layer
-    if layer.is_rerotated:
+    masked: Masked | None = forward.notes.get(MASKED)
+    if layer.is_rerotated or has_own_positions(layer, masked.shift if masked else 0, site):
         given = _with_positions(forward, site, given, layer)
     mask, columns = given.get("attention_mask"), layer.columns(forward.n_tokens)
     fitting = forward.once(

@@ -10,6 +10,7 @@ from press_core.cache.masks import masks_one, part_of, visible_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Forward
+from press_core.model.rotary import NoRotation
 from press_core.model.sites import AttentionSite
 
 MASKED = "masked"
@@ -24,20 +25,23 @@ class Masked(NamedTuple):
         n_seen: tokens seen up to its last pruning.
         n_counted: tokens appended after pruning, before this forward; a tensor in a buffer.
         columns: of the mask.
+        shift: see `Kept`; the model counts this many tokens fewer.
     """
 
     n_old: int
     n_seen: int
     n_counted: Any
     columns: int
+    shift: int
 
 
 def note_masked(forward: Forward) -> None:
     """Note which layer the model builds its mask for: it may be pruned before others are read."""
     layer = mask_layer(forward.cache)
     if isinstance(layer, PrunedLayer):
-        columns = layer.columns(forward.n_tokens)
-        forward.notes[MASKED] = Masked(layer.n_old, layer.kept.n_seen, layer.n_counted, columns)
+        kept, columns = layer.kept, layer.columns(forward.n_tokens)
+        noted = Masked(layer.n_old, kept.n_seen, layer.n_counted, columns, kept.shift)
+        forward.notes[MASKED] = noted
 
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
@@ -46,12 +50,18 @@ def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> Readin
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
     if not share_a_mask(layer, first):
-        needs |= own_mask(layer, site)
-    if layer.is_rerotated:
-        counts_alike = int(cache.get_seq_length()) == int(layer.get_seq_length())
-        if site.place.keeps_count or not counts_alike:
-            needs |= ReadingNeeds.MASK
+        masked = masks_one(site.attn_implementation) or site.signature.masks_one
+        masked = masked or layer.room is not None
+        needs |= ReadingNeeds.MASK if masked else ReadingNeeds.MASK_OF_MANY
+    shift = first.kept.shift if isinstance(first, PrunedLayer) else 0
+    if has_own_positions(layer, shift, site) or (layer.is_rerotated and site.place.keeps_count):
+        needs |= ReadingNeeds.MASK
     return needs
+
+
+def has_own_positions(layer: PrunedLayer, shift: int, site: AttentionSite) -> bool:
+    """Whether the model, which counts `shift` tokens fewer than it has seen, miscounts `layer`."""
+    return layer.kept.shift != shift and not isinstance(site.rotary, NoRotation)
 
 
 def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
@@ -63,19 +73,11 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
 
 
-def own_mask(layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
-    """What to read a layer takes that the model's mask does not fit."""
-    masked = masks_one(site.attn_implementation) or site.signature.masks_one
-    masked = masked or layer.room is not None
-    return ReadingNeeds.MASK if masked else ReadingNeeds.MASK_OF_MANY
-
-
 def need_masks_beside(cache: Any, site: AttentionSite) -> None:
-    """After the first layer, of `site`, was pruned: others may need masks of their own now."""
-    first = mask_layer(cache)
+    """After the first layer, of `site`, was pruned: others may need masks or positions now."""
     for other in cache.layers:
-        if isinstance(other, PrunedLayer) and other.is_pruned and not share_a_mask(other, first):
-            other.needs |= own_mask(other, site)
+        if isinstance(other, PrunedLayer) and other.is_pruned:
+            other.needs |= reading_needs(cache, other, site)
 
 
 def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:

@@ -48,18 +48,16 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
     first = mask_layer(cache)
     # If the model builds its mask for a pruned layer, unpruned layers must know their padding, too.
     padded = not old.is_pruned and isinstance(first, PrunedLayer) and first.is_pruned
-    if decisions.any("head_mask"):
-        layer: PrunedLayer = _ragged(old, decisions)
-    elif decisions.is_whole and not padded:
+    if decisions.is_whole and not padded:
         _leave_whole(cache, index, old, decisions, key)
         return None
-    else:
-        layer = _even(old, decisions)
-    if lost := old.carried.keys() - layer.carried.keys():
+    carried = {name for eviction in decisions.evictions for name in eviction.carried}
+    if lost := old.carried.keys() - carried:  # before a buffer is overwritten
         raise UnsupportedInputError(
             f"a press has stored {', '.join(sorted(lost))} with this cache for its next pruning, "
             "after which keys stand elsewhere than their positions say; let no other press prune it"
         )
+    layer = (_ragged if decisions.any("head_mask") else _even)(old, decisions)
     _remember(layer, old, decisions, key)
     cache.layers[index] = layer
     layer.is_first = mask_layer(cache) is layer
