@@ -271,13 +271,15 @@ def test_only_a_prefill_into_a_cache_is_pruned(package):
 
 
 @both
-def test_uneven_rows_need_a_scope(package):
+@pytest.mark.parametrize("padding", [[0, 20], [0, 0]], ids=["rows", "layers"])
+def test_uneven_rows_or_layers_need_a_scope_to_be_masked(package, padding):
     model = make(dtype=torch.float32)
-    ids, mask, _ = left_padded(2, LENGTH, [0, 20])
-    cache = filled(model, snapkv(package), ids, attention_mask=mask)
-    longer = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+    ids, mask, _ = left_padded(2, LENGTH, padding)
+    press = snapkv(package) if any(padding) else package.PyramidKVPress(0.5, 4)
+    cache = filled(model, press, ids, attention_mask=mask)
+    longer = torch.cat((mask, torch.tensor([[0], [1]])), dim=1)
     with pytest.raises(ScopeError, match="keep the scope"):
-        model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+        model(ids[:, :1], attention_mask=longer, past_key_values=copy.deepcopy(cache))
     with package.KnormPress(0.5)(model):  # any scope gives the mask that such a cache needs
         model(ids[:, :1], attention_mask=longer, past_key_values=cache)
 

@@ -306,12 +306,13 @@ class PrunedLayer(DynamicLayer):
         forward = current.forward
         reading = None if forward is None else forward.reading
         helped = reading is self or isinstance(reading, OneMask)
-        # A model that is exported, or compiled by transformers 5.2, also masks a single token.
-        traced = torch.compiler.is_compiling if CROP_TAKES_LENGTH else torch.compiler.is_exporting
-        is_unmasked = n_new == 1 and not traced()
-        harmless = ReadingNeeds.MASK_OF_MANY if is_unmasked else ReadingNeeds.NOTHING
-        if not helped and self.needs not in (ReadingNeeds.NOTHING, harmless):
-            raise ScopeError(self.unreadable)
+        if not helped and self.needs is not ReadingNeeds.NOTHING:
+            # A model that is exported, or compiled by transformers 5.2, also masks a single token.
+            compiler = torch.compiler
+            traced = compiler.is_compiling if CROP_TAKES_LENGTH else compiler.is_exporting
+            is_unmasked = n_new == 1 and not traced() and given.is_unmasked()
+            if self.needs is not ReadingNeeds.MASK_OF_MANY or not is_unmasked:
+                raise ScopeError(self.unreadable)
         if self.is_first and self.is_pruned and not (helped or torch.compiler.is_compiling()):
             given.check_arguments(self, n_new)
         self.has_sized_mask = False
