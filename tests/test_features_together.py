@@ -26,7 +26,6 @@ from press_core import (
     kept_positions,
     prefill,
 )
-from press_core.forward import with_cache
 from press_core.replay.kvzip import RepeatPrompts
 from tests.decoders import tiny_decoder
 from tests.presses import TABLES, read_press
@@ -316,36 +315,27 @@ def test_a_press_acts_before_a_forward():
 
 
 def test_a_cache_that_does_not_slide_where_the_model_does(package):
-    config = transformers.Qwen2Config(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=16,
-        layer_types=["full_attention", "sliding_attention"], max_window_layers=1,
-    )  # fmt: skip
-    model = transformers.Qwen2ForCausalLM(config).eval()
+    model = tiny_decoder("qwen2 (sliding)")
     press = package.DecodingPress(package.KnormPress(), 1, target_size=8)
     bare = filled(model, None, token_ids(1, 40), DynamicCache())
     with pytest.raises(UnsupportedCacheError, match=r"config=model\.config"):
         ran(model, press, [token_ids(1, 1)], bare)
     ran(model, press, [token_ids(1, 1)], filled(model, None, token_ids(1, 40)))
     new = DynamicCache()
-    new.layers.extend(type(bare.layers[0])() for _ in range(2))
+    new.layers.extend(type(bare.layers[0])() for _ in range(4))
     cache = filled(model, package.KnormPress(0.5), token_ids(1, 40), new)
-    assert [x.tolist() for x in kept_lengths(cache)] == [[[20, 20]], [[15, 15]]]
+    assert [x.tolist() for x in kept_lengths(cache)] == [[[20, 20]], [[15, 15]]] * 2
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: p.KnormPress(0.5), lambda p: p.KeyRerotationPress(p.KnormPress(0.5))]
-)
-def test_shared_layers_are_read_alike_by_headwise(package, make):
-    model, press = tiny_decoder("gemma3n_text"), make(package)
+@pytest.mark.parametrize("press", ["KnormPress(0.5)", "KeyRerotationPress(KnormPress(0.5))"])
+def test_shared_layers_are_read_alike_by_headwise(package, press):
+    model, press = tiny_decoder("gemma3n_text"), read_press(press, package)
     ids, mask, positions = left_padded(2, 31, [0, 3])
     context = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
     cache, logits = filled(model, press, ids[:, :30], **context), []
-    for scope in (press(model), headwise(model)):
-        given = {"attention_mask": mask, "position_ids": positions[:, 30:]}
-        with torch.no_grad(), scope:
-            output = model(ids[:, 30:], **with_cache(model, deepcopy(cache)), **given)
-        logits.append(output.logits)
+    given = {"attention_mask": mask, "position_ids": positions[:, 30:]}
+    for scope in (press, headwise):
+        logits += ran(model, scope, [ids[:, 30:]], deepcopy(cache), **given)[1]
     torch.testing.assert_close(*logits)
 
 
@@ -360,15 +350,9 @@ def test_rotated_sinks_are_not_taken_for_others(package):
 
 def test_attention_that_is_set_between_steps_gets_its_masks(package, monkeypatch):
     """Also one of a user's own, registered with the masks of another."""
-    for interface, own in (
-        (AttentionInterface, eager_attention_forward),
-        (AttentionMaskInterface, eager_mask),
-    ):
-        monkeypatch.setitem(interface._global_mapping, "own", own)
-    model, press = (
-        build("llama", attn_implementation="sdpa"),
-        package.PyramidKVPress(0.5, 4, beta=4),
-    )
+    monkeypatch.setitem(AttentionInterface._global_mapping, "own", eager_attention_forward)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "own", eager_mask)
+    model, press = build("llama"), package.PyramidKVPress(0.5, 4, beta=4)
     cache, logits = filled(model, press, token_ids(1, 40)), []
     for attention in ("sdpa", "eager", "own"):
         model.set_attn_implementation(attention)

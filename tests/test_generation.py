@@ -290,21 +290,20 @@ QUESTION, UNEVEN = 8, [3, 0]  # and the padding in it
 HALF = LENGTH // 2
 
 
-def rerotated(package):
-    return package.KeyRerotationPress(package.KnormPress(0.5))
+def before_questions(package):
+    """A model, a press that rerotates keys, and the cache that it leaves of contexts `(2, LENGTH)`.
 
-
-def of_questions():
-    """Contexts `(2, LENGTH)`, questions, and the mask of all."""
-    mask = torch.ones(2, LENGTH + QUESTION, dtype=torch.long)
+    Beside them, these contexts, the questions, and the mask of all.
+    """
+    model, press = make(), package.KeyRerotationPress(package.KnormPress(0.5))
+    context, mask = token_ids(2, LENGTH), torch.ones(2, LENGTH + QUESTION, dtype=torch.long)
     mask[0, LENGTH : LENGTH + UNEVEN[0]] = 0
-    return token_ids(2, LENGTH), token_ids(2, QUESTION, seed=1), mask
+    texts = context, token_ids(2, QUESTION, seed=1), mask
+    return (model, press, filled(model, press, context)), texts
 
 
 def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package):
-    model, press = make(), rerotated(package)
-    context, question, mask = of_questions()
-    cache = filled(model, press, context)
+    (model, press, cache), (_, question, mask) = before_questions(package)
 
     def asked(**arguments):
         return model(question, past_key_values=copy.deepcopy(cache), **arguments).logits[:, -1]
@@ -330,10 +329,8 @@ def test_a_mask_of_all_tokens_behind_rerotated_keys_outside_of_the_scope(package
 
 @both
 def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
-    model, press = make(), rerotated(package)
-    context, question, mask = of_questions()
+    (model, press, cache), (_, question, mask) = before_questions(package)
     mask[0, 5] = 0
-    cache = filled(model, press, context)
     with pytest.raises(UnsupportedInputError, match=rf"hides .*{LENGTH} tokens"):
         filled(model, press, question, cache, attention_mask=mask)
     for scope in (None, press):  # as if the cache held no tokens
@@ -344,11 +341,9 @@ def test_a_mask_that_hides_rerotated_tokens_is_refused(package):
 @pytest.mark.parametrize("inside", [True, False])
 def test_generate_goes_on_from_rerotated_keys(package, inside):
     """Of all tokens it would take the last of the context for new ones."""
-    model, press = make(), rerotated(package)
-    context, question, mask = of_questions()
+    (model, press, cache), (context, question, mask) = before_questions(package)
     ids = torch.cat((context, question), dim=1)
     options = {"max_new_tokens": 4, **GREEDY}
-    cache = filled(model, press, context)
     with press(model) if inside else nullcontext():
         for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
             given |= {"attention_mask": mask, "past_key_values": copy.deepcopy(cache)}

@@ -48,9 +48,7 @@ def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package, rat
         run(model, context(model), cache)
         run(model, token_ids(1, 3) % 90, cache)
     for layer in cache.layers:
-        assert layer.all_rotary_positions()[0, 0].tolist() == list(
-            range(round(N * (1 - ratio)) + 3)
-        )
+        assert layer.all_rotary_positions()[0, 0].tolist() == [*range(round(N * (1 - ratio)) + 3)]
     with pytest.raises(ScopeError, match="positions"):
         run(model, token_ids(1, 1) % 90, cache)
 

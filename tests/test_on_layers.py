@@ -10,8 +10,9 @@ from transformers import DynamicCache, OPTConfig, OPTForCausalLM
 import hooks_impl
 import patch_impl
 from press_core import ScopeError, kept_lengths, kept_positions
+from tests.presses import TABLES, read_press
 from tests.snapshot import unchanged
-from tests.support import both, build, example_for, filled, left_padded, make, token_ids, tolerance
+from tests.support import both, build, filled, left_padded, make, token_ids, tolerance
 from tests.test_changing_scopes_while_running import running
 
 CONTEXT, NEXT = token_ids(1, 40), token_ids(1, 1)
@@ -56,25 +57,15 @@ def prefilled(model):
 
 
 @both
-@pytest.mark.parametrize("name", ["KnormPress", "SnapKVPress", "StreamingLLMPress"])
-def test_a_step_in_which_nothing_acts_finds_untouched_layers(package, name, model):
-    press = example_for(package, name, 0.5, model)
-    with press(model):
+@pytest.mark.parametrize(("press", "n_kept"), TABLES["untouched"])
+def test_steps_in_which_no_layer_is_pruned_find_untouched_layers(package, press, n_kept, model):
+    with read_press(press, package)(model):
         assert covered(model) == ON
         cache = prefilled(model)
-        assert step(model, cache) == OFF
+        assert step(model, cache) == step(model, cache) == OFF
         again = prefilled(model)
         assert step(model, cache) == OFF
-    assert lengths(again) == [20] * 3
-
-
-@both
-def test_steps_that_a_press_prunes_before_find_untouched_layers(package, model):
-    with package.StreamingLLMDecodingPress(max_capacity=16)(model):
-        cache = prefilled(model)
-        for _ in range(2):
-            assert step(model, cache) == OFF
-    assert lengths(cache) == [17] * 3
+    assert [lengths(cache), lengths(again)] == [[n] * 3 for n in n_kept]
 
 
 @both

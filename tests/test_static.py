@@ -10,7 +10,7 @@ from press_core import UnsupportedCacheError, kept_lengths, kept_positions, pref
 from press_core.running import static
 from tests.decoders import tiny_decoder
 from tests.presses import TABLES, listed, presses_of
-from tests.support import GREEDY, both, build, filled, in_turn, left_padded, nested, token_ids
+from tests.support import GREEDY, Latest, both, build, filled, in_turn, left_padded, token_ids
 
 PRESSES = listed("static")
 FORWARDS = 1, 1, 1, 1, 3, 1, 1
@@ -111,13 +111,11 @@ def test_layers_that_were_pruned_at_different_times(package, make_press, n_hidde
 
 
 def test_a_buffer_is_replaced_by_a_part_of_itself():
-    class Latest(hooks_impl.BasePress):
-        def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-            return keys[:, :, 4:], values[:, :, 4:]
-
+    """Twelve slots by the last eight of them."""
     model, found = build("llama", num_heads=2, num_kv_heads=1), []
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=48)):
-        filled(model, nested(Latest(), hooks_impl.KnormPress(0.5)), token_ids(1, 40), cache)
+        with Latest()(model):
+            filled(model, hooks_impl.KnormPress(0.7), token_ids(1, 40), cache)
         found.append(cache.layers[0].states())
     assert all(map(torch.equal, *found))
 

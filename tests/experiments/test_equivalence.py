@@ -246,12 +246,10 @@ def test_a_press_that_does_not_say_what_it_keeps(model):
     assert (difference.where, difference.layer) == ("keys after the prefill", 0)
 
 
-pairs_of_ones_own = strategies.pairs_of(
-    NewestPress, NewestPatch, compression_ratio=strategies.ratios()
-)
+NEWEST = strategies.pairs_of(NewestPress, NewestPatch, compression_ratio=strategies.ratios())
 
 
 @settings(max_examples=20, derandomize=True)
-@given(strategies.cases(pairs_of_ones_own, max_length=20))
+@given(strategies.cases(NEWEST, max_length=20))
 def test_strategies_take_presses_of_ones_own(case):
     assert case.difference() is None

@@ -53,20 +53,12 @@ SITES = {
 }
 
 
-def called(
-    query=None,
-    query_is_rotated=False,
-    position_embeddings=None,
-    position_ids=None,
-    rotary_positions=None,
-    **fields,
-):
+def called(query=None, query_is_rotated=False, **fields):
     """A call with a query `(B, H, q, d)`, as it is before RoPE or after it."""
-    return AttentionCall(
-        query=None if query is None else Query(query, query_is_rotated),
-        at=Positions(position_embeddings, position_ids, rotary=rotary_positions),
-        **fields,
-    )
+    names = "position_embeddings", "position_ids", "rotary_positions"
+    embeddings, ids, rotary = (fields.pop(name, None) for name in names)
+    query = None if query is None else Query(query, query_is_rotated)
+    return AttentionCall(query=query, at=Positions(embeddings, ids, rotary=rotary), **fields)
 
 
 def drawn_call(length, seed=0, batch=BATCH, dtype=torch.float64, scale=1.0, **fields):

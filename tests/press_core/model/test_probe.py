@@ -322,12 +322,9 @@ def test_a_forward_that_is_replaced_is_probed_again(monkeypatch):
             assert "rope" in attention_sites(model)[0].refusals
 
 
-def backwards(
-    self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None,
-    cache=None, **given,
-):  # fmt: skip
-    angles, cache = (position_embeddings[0], -position_embeddings[1]), past_key_values or cache
-    return UNPATCHED(self, hidden_states, angles, attention_mask, cache, **given)
+def backwards(self, hidden_states, position_embeddings, **given):
+    cos, sin = position_embeddings
+    return UNPATCHED(self, hidden_states, (cos, -sin), **given)
 
 
 UNPATCHED = transformers.models.llama.modeling_llama.LlamaAttention.forward
