@@ -12,9 +12,10 @@ import pytest
 import hooks_impl
 from experiments.questions import overhead, throughput
 from experiments.testbed import with_kvpress
-from tests.oracle.cases import CASES, MECHANISMS, Case
+from tests.oracle.cases import CASES, MECHANISMS, Case, press_of
 from tests.oracle.differences import NOT_IN_KVPRESS
 from tests.oracle.parity import agreement, compare, held_by
+from tests.oracle.stand_in import StandIn
 
 GRID = [
     pytest.param(case, ratio, id=f"{case.press} on {case.setting}, {case.run}: {ratio}")
@@ -60,6 +61,12 @@ def test_first_fields_and_their_defaults_are_those_of_kvpress():
         ours, theirs = map(first_fields, (hooks_impl.PRESSES[name], getattr(kvpress, name)))
         order = sorted if name == "KVComposePress" else list  # here the ratio comes first, as ever
         assert order(ours[: len(theirs)]) == order(theirs), name
+
+
+@pytest.mark.parametrize("whose", ["hooks", "kvpress"])
+def test_presses_run_on_the_stand_in_that_times_them(whose):
+    stand_in = StandIn(length=128)
+    assert stand_in.measure(press_of("SnapKVPress(r)", whose, 0.5), stand_in.ids[:, :128]) > 0
 
 
 @pytest.mark.parametrize(
