@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from attention_patch.interception import intercept, with_override
 from attention_patch.kernels import Query, attend_heads, by_kv_head, check_backend, queries_of
 from attention_patch.reversible import Patch, wrap
-from press_core import AttentionSite, Evicts, Phase, RaggedLayer, Scope
+from press_core import AttentionSite, Evicts, Phase, RaggedLayer, Scope, entry
 from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
-from press_core.entry import before_attention, begin, joined_forward, leave
 from press_core.forward import Arguments, current, names_of
 from press_core.on_layers import Removable
 from press_core.running.compiled import runs_eagerly
@@ -97,7 +96,7 @@ def _forward(
     layer = forward.helped[site.layer_idx] if owner is None else None
     attends = type(layer) in ATTEND and forward.reading is not layer  # else another scope does
     given = Arguments(args, kwargs, site.signature.parameters)
-    given = before_attention(forward, site, given, attends)
+    given = entry.before_attention(forward, site, given, attends)
     if attends:
         override = partial(attend, site, layer, backend)
         given = given._replace(kwargs=with_override(given.kwargs, override))
@@ -177,16 +176,16 @@ def around_decoder(
 
 
 def _around(scope: ScopeState, call_next: Any, given: Arguments) -> Any:
-    forward = joined_forward(scope, given)
+    forward = entry.joined_forward(scope, given)
     if forward is None:
         return call_next(*given.args, **given.kwargs)
     try:
-        given = begin(scope, forward, given)
+        given = entry.begin(scope, forward, given)
         output = call_next(*given.args, **given.kwargs)
     except BaseException:
-        leave(scope, None, failed=True)
+        entry.leave(scope, None, failed=True)
         raise
-    leave(scope, output)
+    entry.leave(scope, output)
     return output
 
 

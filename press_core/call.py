@@ -346,7 +346,8 @@ class AttentionCall:
             of_all and tuple([of_all[row] for row in rows])
             for of_all in (self.when.seen, self.when.held)
         )
-        return part.replace(when=replace(self.when, seen=seen, held=held, batch_rows=tuple(rows)))
+        when = replace(self.when, seen=seen, held=held, batch_rows=tuple(rows), occupied=None)
+        return part.replace(when=when)
 
     def _part(self, rows: list[int] | None, slots: Tensor | slice | None) -> AttentionCall:
         """The call restricted to some slots of some rows; None: all."""

@@ -6,21 +6,19 @@ from typing import Any
 
 from torch import Tensor, autocast
 
-from press_core import running
+from press_core import errors, running
 from press_core.cache import caches, masks, writing
-from press_core.cache.memory import Memory
 from press_core.cache.positions import first_position, rotary_positions, tokens_held, tokens_seen
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import need_masks_beside, occupied_slots
 from press_core.call import AttentionCall
-from press_core.errors import UnsupportedInputError
 from press_core.eviction import Eviction
 from press_core.forward import Forward
 from press_core.model.sites import AttentionSite
 from press_core.observed import Moment, Positions
 from press_core.observing import AttentionPass, call_of, context_call, step_of, with_steps
 from press_core.press import Press
-from press_core.rows import Decisions, RowGroup, parts_of
+from press_core.rows import Decisions, groups_of
 from press_core.scope import ScopeState
 from press_core.traits import Evicts, Needs, Phase
 
@@ -37,9 +35,9 @@ def _act(passed: AttentionPass) -> None:
     scope, cache, index = passed.scope, passed.cache, passed.site.layer_idx
     passed.forward.acting[scope].depths.add(passed.site.place.depth)
     with autocast(passed.hidden_states.device.type, enabled=False):
-        observed = observe(passed)
-        if observed is not None:
-            decisions = judged(passed.press, *observed)
+        call = observe(passed)
+        if call is not None:
+            decisions = judged(passed.press, call)
             if any(other.place.owner == index for other in scope.bystanders):
                 passed.layer.stop_sharing()  # what reads this layer has yet to run
             store_decisions(scope, cache, decisions, passed.forward)
@@ -53,10 +51,8 @@ def keep_whole(passed: AttentionPass) -> None:
     cache = passed.cache
     layer, first = caches.known(cache, passed.site.layer_idx), caches.mask_layer(cache)
     if not layer.is_pruned and isinstance(first, PrunedLayer) and first.is_pruned:
-        call, occupied = call_of(passed, *layer.states()), passed.occupied
-        parts = parts_of(call, occupied, row_by_row=False)
-        groups = [RowGroup(rows, slots, Eviction.nothing(part)) for rows, slots, part in parts]
-        writing.store(cache, Decisions(call, groups, occupied), passed.scope.key)
+        call = call_of(passed, *layer.states(), when=Moment(occupied=passed.occupied))
+        writing.store(cache, Decisions(call, Eviction.nothing), passed.scope.key)
 
 
 def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward: Forward) -> None:
@@ -73,30 +69,22 @@ def store_decisions(scope: ScopeState, cache: Any, decisions: Decisions, forward
     scope.tally.record(site.layer_idx, sum(seen) / len(seen), kept)
 
 
-def judged(press: Press, call: AttentionCall, occupied: Tensor | None) -> Decisions:
-    """The press's decisions about `call`, one for each group of rows with the same padding.
+def judged(press: Press, call: AttentionCall) -> Decisions:
+    """The press's decisions about `call`, one for each group of rows with the same padding."""
 
-    Args:
-        occupied: `(B, S)` bool, which slots hold tokens; None: all.
-    """
-    groups = []
-    for rows, slots, part in parts_of(call, occupied, press.row_by_row):
+    def decided(part: AttentionCall) -> Eviction:
         # Padded turns: a row may have no token, or none whose queries the press could read.
         has_queries = part.query is None or part.query.states.shape[2]
         decides = part.length and has_queries
-        eviction = running.decided(press, part) if decides else Eviction.nothing(part)
-        groups.append(RowGroup(rows, slots, eviction))
-    return Decisions(call, groups, occupied)
+        return running.decided(press, part) if decides else Eviction.nothing(part)
+
+    return Decisions(call, decided, press.row_by_row)
 
 
 # ---- observing -----------------------------------------------------------------------------------
 
 
-Observed = tuple[AttentionCall, Tensor | None]
-"""A call, and which of its slots hold tokens, `(B, S)` bool; None: all."""
-
-
-def observe(passed: AttentionPass) -> Observed | None:
+def observe(passed: AttentionPass) -> AttentionCall | None:
     """The call for a press to decide about; None if it does not decide yet."""
     is_context = passed.forward.is_context
     if not is_context and evicts_later(passed.press, passed.layer):
@@ -110,10 +98,11 @@ def observe(passed: AttentionPass) -> Observed | None:
     if call is None:
         return None
     occupied = passed.occupied
-    call = call.replace(when=replace(call.when, seen=tokens_seen(passed.layer, occupied)))
+    when = replace(call.when, seen=tokens_seen(passed.layer, occupied), occupied=occupied)
+    call = call.replace(when=when)
     if passed.scope.traits.remembers:
-        call = call.replace(memory=remembered(passed.press, call, occupied))
-    return call, occupied
+        call = call.replace(memory=remembered(passed.press, call))
+    return call
 
 
 def evicts_later(press: Press, layer: PrunedLayer) -> bool:
@@ -124,16 +113,16 @@ def evicts_later(press: Press, layer: PrunedLayer) -> bool:
 def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:
     """Raise if no press can prune the layer again: its heads differ in length, or in channels."""
     if layer.refusal:
-        raise UnsupportedInputError(
+        raise errors.UnsupportedInputError(
             f"a press left {site.name} with {layer.refusal}, which no press can prune again: act "
             "in the prefill alone or, if another scope pruned it, open that scope outermost"
         )
 
 
-def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> dict[str, Tensor]:
+def remembered(press: Press, call: AttentionCall) -> dict[str, Tensor]:
     """The updated per-token values of `Press.remember`, for each slot: `(B, H_kv, S)` by name."""
     carried_scores: dict[str, Tensor] = {}
-    for rows, slots, part in parts_of(call, occupied, row_by_row=False):
+    for rows, slots, part in groups_of(call):
         for name, of_rows in running.remembered(press, part).items():
             if name not in carried_scores:
                 carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
@@ -142,22 +131,22 @@ def remembered(press: Press, call: AttentionCall, occupied: Tensor | None) -> di
     return carried_scores
 
 
-def _new_tokens(passed: AttentionPass) -> Observed:
+def _new_tokens(passed: AttentionPass) -> AttentionCall:
     """The call over the tokens of this forward only, for a layer whose heads differ in length."""
     n, layer = passed.hidden_states.shape[1], passed.layer
-    when = Moment(decoding=True, seen=tokens_seen(layer, None))
-    call = call_of(passed, *layer.newest(n), carried=layer.carried_to(n), when=when)
-    return call, masks.visible_tokens(passed.mask, n, len(call.keys))
+    occupied = masks.visible_tokens(passed.mask, n, layer.batch)
+    when = Moment(decoding=True, seen=tokens_seen(layer, None), occupied=occupied)
+    return call_of(passed, *layer.newest(n), carried=layer.carried_to(n), when=when)
 
 
-def _decoding_step(passed: AttentionPass) -> Observed | None:
+def _decoding_step(passed: AttentionPass) -> AttentionCall | None:
     """The call over a layer while decoding; None if no pruning is due: states are buffered."""
     running.require_causal(passed)
     scope, press, layer = passed.scope, passed.press, passed.layer
     traits, progress = scope.traits, passed.forward.acting[scope]
     n_new = passed.hidden_states.shape[1]
     due = press.is_due(progress.n_steps, n_new)
-    memory = layer.memories.get(scope.key, Memory())
+    memory = layer.memory(scope.key)
     if due or traits.remembers:
         occupied = passed.occupied
         steps = progress.n_steps, progress.n_forwards
@@ -169,10 +158,10 @@ def _decoding_step(passed: AttentionPass) -> Observed | None:
             *layer.states(),
             memory=memory.of_slots(layer.n_slots),
             carried=layer.carried,
-            when=Moment(True, None, *steps, seen, held=held),
+            when=Moment(True, None, *steps, seen, held=held, occupied=occupied),
         )
     if traits.remembers:
-        call = call.replace(memory=remembered(press, call, occupied))
+        call = call.replace(memory=remembered(press, call))
         memory = replace(memory, slots=call.memory)
     if traits.buffered_tokens:
         memory = memory.with_step(step_of(passed), traits.buffered_tokens)
@@ -185,7 +174,7 @@ def _decoding_step(passed: AttentionPass) -> Observed | None:
         call = with_steps(call, memory, max(traits.buffered_tokens, n_new))
     last = None if passed.position_ids is None else passed.position_ids[:, -1]
     rotary = rotary_positions(layer, passed.site, occupied, last)
-    return call.replace(at=replace(call.at, rotary=rotary)), occupied
+    return call.replace(at=replace(call.at, rotary=rotary))
 
 
 def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: AttentionSite) -> None:
@@ -209,10 +198,10 @@ def prune_before(scope: ScopeState, forward: Forward, mask: Any, site: Attention
         rotary = rotary_positions(layer, site, occupied, first_position(ids, mask, layer, n) - 1)
     unknown = keys.new_empty(len(keys), 0, 0)  # hidden states are of earlier forwards
     at = Positions(rotary=rotary)
-    when = Moment(decoding=True, seen=tokens_seen(layer, occupied))
+    when = Moment(decoding=True, seen=tokens_seen(layer, occupied), occupied=occupied)
     call = AttentionCall(
         site, unknown, keys, values, at=at, when=when, carried=layer.carried, scope=scope
     )
     with autocast(keys.device.type, enabled=False):
-        decisions = judged(press, call, occupied)
+        decisions = judged(press, call)
     store_decisions(scope, forward.cache, decisions, forward)

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from press_core import running
+from press_core import errors, running
 from press_core.cache import caches, masks, reading, slots
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.engine import evicts_later, prune_before, require_readable
-from press_core.errors import ScopeError, UnsupportedCacheError
 from press_core.forward import Arguments, Forward, Progress, cache_after, current, frames_from
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
@@ -193,7 +192,7 @@ def _begin_context(scope: ScopeState, forward: Forward) -> None:
     scope.check_fields()
     press.check_site(scope.sites[0])
     if press.evicts.needs_attention and getattr(cache, "offloading", False):
-        raise UnsupportedCacheError(
+        raise errors.UnsupportedCacheError(
             f"{type(press).__name__} leaves a cache that attention reads in place, which an "
             "offloaded cache does not support; use a DynamicCache without offloading"
         )
@@ -300,7 +299,7 @@ def _note_missed(scope: ScopeState, forward: Forward, output: Any) -> None:
     if missed and progress.depths:
         why = "".join(filter(None, (warning() for warning in scope.warnings)))
         name = type(scope.press).__name__
-        raise ScopeError(f"{name} prunes some layers and not others{why}")
+        raise errors.ScopeError(f"{name} prunes some layers and not others{why}")
 
 
 # ---- attention modules that read a cache ---------------------------------------------------------

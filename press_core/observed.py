@@ -56,6 +56,8 @@ class Moment:
             without padding.
         batch_rows: rows of the batch that the call is restricted to; None: all.
         held: while decoding, tokens that the layer held before this forward, for each row.
+        occupied: `(B, S)` bool, which keys are of tokens, not padding; None: all, as in the calls
+            that presses get.
     """
 
     decoding: bool = False
@@ -65,3 +67,4 @@ class Moment:
     seen: tuple[int, ...] | None = None
     batch_rows: tuple[int, ...] | None = None
     held: tuple[int, ...] | None = None
+    occupied: Tensor | None = None

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from press_core.cache.caches import known
-from press_core.cache.masks import prefill_tokens
+from press_core.cache import caches, masks
 from press_core.cache.memory import Memory, Step
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import filled_columns, occupied_slots
@@ -58,7 +57,7 @@ class AttentionPass:
     @cached_property
     def layer(self) -> PrunedLayer:
         """The cache layer that it has filled."""
-        return known(self.cache, self.site.layer_idx)
+        return caches.known(self.cache, self.site.layer_idx)
 
     @property
     def mask(self) -> Any:
@@ -92,7 +91,7 @@ class AttentionPass:
             return occupied_slots(self.mask, self.layer, n, n_held=n)
         # The layer holds only the tokens of this forward: a context in one forward.
         return self.forward.once(
-            lambda: prefill_tokens(self.mask, n, batch), "tokens", self.mask, n
+            lambda: masks.prefill_tokens(self.mask, n, batch), "tokens", self.mask, n
         )
 
 

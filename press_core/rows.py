@@ -12,33 +12,30 @@ from press_core.eviction import Eviction
 
 
 class RowGroup(NamedTuple):
-    """Rows of a batch with the same padding, and the press's decision about them.
+    """Rows of a batch with the same padding.
 
     Attributes:
         rows: indices into the batch.
         slots: `(m,)` int64, the slots that hold tokens; None: all.
-        eviction: what the press decided about them.
+        call: the call of these rows, without padding.
     """
 
     rows: list[int]
     slots: Tensor | None
-    eviction: Eviction
+    call: AttentionCall
 
 
-def parts_of(
-    call: AttentionCall, occupied: Tensor | None, row_by_row: bool
-) -> Iterator[tuple[list[int], Tensor | None, AttentionCall]]:
-    """Split a call into groups of rows: yields their indices, their filled slots and their call.
+def groups_of(call: AttentionCall, row_by_row: bool = False) -> Iterator[RowGroup]:
+    """Split a call into groups of rows.
 
     While decoding, rows that held different numbers of tokens before are apart as well.
 
     Args:
-        occupied: `(B, S)` bool, which slots hold tokens; None: all slots of all rows.
         row_by_row: whether each row is a group; else rows with the same padding are.
     """
-    batch, device = call.keys.shape[0], call.keys.device
+    batch, device, occupied = call.keys.shape[0], call.keys.device, call.when.occupied
     if occupied is None and (not row_by_row or batch == 1):
-        yield list(range(batch)), None, call
+        yield RowGroup(list(range(batch)), None, call)
         return
     occupied = None if occupied is None else occupied.cpu()
     patterns: dict[Any, list[int]] = {}
@@ -47,7 +44,11 @@ def parts_of(
         patterns.setdefault(alike, []).append(row)
     for rows in patterns.values():
         slots = None if occupied is None else occupied[rows[0]].nonzero().squeeze(1).to(device)
-        yield rows, slots, call.of_rows(rows, slots)
+        yield RowGroup(rows, slots, call.of_rows(rows, slots))
+
+
+Decide = Callable[[AttentionCall], Eviction]
+"""Returns what is kept of the call of a row group."""
 
 
 class Decisions:
@@ -62,16 +63,14 @@ class Decisions:
         is_whole: whether nothing is evicted in any group.
     """
 
-    def __init__(
-        self, call: AttentionCall, groups: list[RowGroup], occupied: Tensor | None
-    ) -> None:
-        self.call, self.groups = call, groups
+    def __init__(self, call: AttentionCall, decide: Decide, row_by_row: bool = False) -> None:
+        self.call, self.groups, occupied = call, [*groups_of(call, row_by_row)], call.when.occupied
         self.occupied = None if occupied is None else occupied.to(call.keys.device)
-        self.evictions = [group.eviction for group in groups]
+        self.evictions = [decide(group.call) for group in self.groups]
         self.length = max([eviction.length for eviction in self.evictions])
         self.is_whole = all([eviction.is_whole for eviction in self.evictions])
-        rows = [row for group in groups for row in group.rows]
-        self._order = None if len(groups) == 1 else torch.tensor(rows).argsort()
+        rows = [row for group in self.groups for row in group.rows]
+        self._order = None if len(self.groups) == 1 else torch.tensor(rows).argsort()
 
     def any(self, name: str) -> bool:
         """Whether the field `name` is set in any eviction."""
@@ -85,7 +84,8 @@ class Decisions:
 
     def numbers(self, of_group: Callable[[Eviction], int]) -> tuple[int, ...]:
         """A number per row, from `of_group` of its group's eviction."""
-        found = {row: of_group(g.eviction) for g in self.groups for row in g.rows}
+        both = zip(self.groups, self.evictions, strict=True)
+        found = {row: of_group(eviction) for group, eviction in both for row in group.rows}
         return tuple([found[row] for row in range(len(found))])
 
     def joined(self, of_group: Callable[[Eviction], Any], empty: float = 0) -> Tensor:
@@ -109,8 +109,8 @@ class Decisions:
         if self.rows is None and any([eviction.kept is None for eviction in self.evictions]):
             return None
         parts = []
-        for group in self.groups:
-            kept = group.eviction.known_kept
+        for group, eviction in zip(self.groups, self.evictions, strict=True):
+            kept = eviction.known_kept
             parts.append(kept if group.slots is None else group.slots[kept])
         return self.together([pad_left(part, self.length, -1) for part in parts])
 

@@ -151,7 +151,7 @@ class ScopeState:
     def counted(self, cache: Any) -> tuple[PrunedLayer, Memory]:
         """The first layer that the press works on, and its memory with one more step counted."""
         first = known(cache, self.first)
-        return first, first.memories.get(self.key, Memory()).after_forward()
+        return first, first.memory(self.key).after_forward()
 
     def remember(self, cache: Any, layer_idx: int, layer: Any, memory: Any) -> None:
         """Store this scope's `memory` with `layer`, and put that into `cache` at `layer_idx`."""

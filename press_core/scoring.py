@@ -127,11 +127,6 @@ SCORER_AGAIN = scores_again, f"{SCORER[1]} and can score them again later"
 """Arguments of `limited` for a field that holds a press: the check and its description."""
 
 
-def acts_in_prefill_only(press: Press) -> bool:
-    """Whether a press acts after attention forwards of a prefill, and after no others."""
-    return press.phases & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL
-
-
 class Composition(MeasuredPress):
     """A press that uses other presses, which it never modifies."""
 

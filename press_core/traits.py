@@ -85,6 +85,11 @@ class Phase(Flag):
     ON_CONTEXTS = IN_PREFILL | AFTER_DECODER
     BEHIND_CONTEXTS = DECODING | BEFORE_DECODING
 
+    @property
+    def in_prefill_only(self) -> bool:
+        """Whether a press acts after attention forwards of a prefill, and after no others."""
+        return self & ~(Phase.DECODER | Phase.CHUNKS) == Phase.PREFILL
+
 
 def also_needs(cls: Any, more: Needs) -> None:
     """Add needs to those that a class of presses declares."""

@@ -6,10 +6,8 @@ It costs a step less than to give every layer its own.
 import torch
 from torch import Tensor
 
-from press_core.cache import masks
-from press_core.cache.caches import mask_layer
+from press_core.cache import caches, masks, reading
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.reading import hidden_context
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Arguments, Forward, OneMask
 from press_core.model.sites import AttentionSite
@@ -46,7 +44,7 @@ def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[Pruned
     """
     mask = forward.given.get("attention_mask")
     spread = masks.form_of(site.attn_implementation) == "eager" and site.signature.hands_on
-    spread = spread and mask_layer(forward.cache) in layers and layers[0].room is None
+    spread = spread and caches.mask_layer(forward.cache) in layers and layers[0].room is None
     is_2d = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     return spread and forward.n_tokens == 1 and is_2d and not masks.hides(mask)
 
@@ -62,7 +60,7 @@ def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None
     same = len(held) == 1 and len(layers) == len(forward.cache.layers)
     if not same or not isinstance(mask, Tensor) or mask.shape != (first.batch, first.n_seen + q):
         return None
-    if hidden_context(forward) is not None:
+    if reading.hidden_context(forward) is not None:
         return None
     kept, visible = first.kept, masks.is_visible(mask)
     occupied = kept.occupied(mask.device)

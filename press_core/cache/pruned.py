@@ -71,6 +71,9 @@ class PrunedLayer(DynamicLayer):
 
     keys: Any = _of_inner("keys")
     values: Any = _of_inner("values")
+    lazy_initialization: Any = _of_inner("lazy_initialization")
+    offload: Any = _of_inner("offload")
+    prefetch: Any = _of_inner("prefetch")
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -261,6 +264,10 @@ class PrunedLayer(DynamicLayer):
         inner.reset()
         return inner
 
+    def memory(self, key: Key) -> Memory:
+        """What a scope remembers of this layer; at first an empty memory."""
+        return self.memories.get(key, Memory())
+
     def remember(self, key: Key, memory: Memory | None) -> None:
         """Store the memory of a scope for this layer; None removes it."""
         known = self.memories.pop(key, None)
@@ -275,9 +282,6 @@ class PrunedLayer(DynamicLayer):
             self.remember(key, memory if key.is_open else None)
 
     # ---- cache layer interface -------------------------------------------------------------------
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.lazy_initialization(*args, **kwargs)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -368,12 +372,6 @@ class PrunedLayer(DynamicLayer):
     def reset(self) -> None:
         self.inner, self.is_unusable = self.emptied(), False
         self._reset_metadata()
-
-    def offload(self) -> None:
-        self.inner.offload()
-
-    def prefetch(self) -> None:
-        self.inner.prefetch()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

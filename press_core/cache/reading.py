@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from press_core.cache import masks
-from press_core.cache.caches import mask_layer, pruned_layers
+from press_core.cache import caches, masks
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.slots import MASKED, Masked, filled_columns, has_own_positions
 from press_core.cache.tokens import ReadingNeeds
@@ -65,7 +64,7 @@ def is_built_for_slots(forward: Forward) -> bool:
     """
 
     def is_built() -> bool:
-        pruned, first = pruned_layers(forward.cache), mask_layer(forward.cache)
+        pruned, first = caches.pruned_layers(forward.cache), caches.mask_layer(forward.cache)
         return any([layer is first and layer.has_sized_mask for layer in pruned])
 
     return forward.noted(BUILT_FOR_SLOTS, is_built)
@@ -133,7 +132,7 @@ def hidden_context(forward: Forward) -> Tensor | None:
 
 def _hidden_context(forward: Forward) -> Tensor | None:
     mask = masks.for_full_attention(forward.given.get("attention_mask"))
-    layers = pruned_layers(forward.cache)
+    layers = caches.pruned_layers(forward.cache)
     if not layers or not isinstance(mask, Tensor):
         return None
     if not is_built_for_slots(forward):
@@ -182,7 +181,7 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
     mask = masks.for_full_attention(given)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return forward.given
-    n = max([layer.n_recent for layer in pruned_layers(forward.cache)], default=0)
+    n = max([layer.n_recent for layer in caches.pruned_layers(forward.cache)], default=0)
     mask = masks.part_of(mask, n_filled - n, n + forward.n_tokens)
     mask = {**given, "full_attention": mask} if isinstance(given, dict) else mask
     return forward.given.replace(attention_mask=mask)

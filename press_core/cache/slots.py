@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from press_core.cache.caches import as_pruned, mask_layer
-from press_core.cache.masks import masks_one, part_of, visible_tokens
+from press_core.cache import caches, masks
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Forward
@@ -37,7 +36,7 @@ class Masked(NamedTuple):
 
 def note_masked(forward: Forward) -> None:
     """Note which layer the model builds its mask for: it may be pruned before others are read."""
-    layer = mask_layer(forward.cache)
+    layer = caches.mask_layer(forward.cache)
     if isinstance(layer, PrunedLayer):
         kept, columns = layer.kept, layer.columns(forward.n_tokens)
         noted = Masked(layer.n_old, kept.n_seen, layer.n_counted, columns, kept.shift)
@@ -46,11 +45,11 @@ def note_masked(forward: Forward) -> None:
 
 def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
     """What later forwards need to read `layer` of `site`; `cache` must hold it already."""
-    needs, first = layer.needs & ReadingNeeds.ATTENTION, mask_layer(cache)
+    needs, first = layer.needs & ReadingNeeds.ATTENTION, caches.mask_layer(cache)
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
     if not share_a_mask(layer, first):
-        masked = masks_one(site.attn_implementation) or site.signature.masks_one
+        masked = masks.masks_one(site.attn_implementation) or site.signature.masks_one
         masked = masked or layer.room is not None
         needs |= ReadingNeeds.MASK if masked else ReadingNeeds.MASK_OF_MANY
     shift = first.kept.shift if isinstance(first, PrunedLayer) else 0
@@ -66,7 +65,7 @@ def has_own_positions(layer: PrunedLayer, shift: int, site: AttentionSite) -> bo
 
 def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     """Whether a mask over the (filled) slots of the `first` layer fits both."""
-    pruned = as_pruned(first)
+    pruned = caches.as_pruned(first)
     n_columns = int(first.get_seq_length()) + 1 if pruned is None else pruned.columns(1)
     if layer.columns(1) != n_columns:
         return False
@@ -86,7 +85,7 @@ def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:
     n_empty = columns - layer.n_old - layer.n_recent - n_new
     if n_empty <= 0 or mask is None or mask.shape[-1] not in (columns, columns - layer.n_old):
         return mask
-    return part_of(mask, 0, mask.shape[-1] - n_empty)
+    return masks.part_of(mask, 0, mask.shape[-1] - n_empty)
 
 
 def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) -> Tensor | None:
@@ -98,7 +97,7 @@ def occupied_slots(mask: Any, layer: PrunedLayer, n_tokens: int, n_held: int) ->
         n_held: how many of them the layer holds already: none before its attention, all after it.
     """
     n_recent, old = layer.n_recent, layer.kept.occupied(layer.device)
-    recent = visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)
+    recent = masks.visible_tokens(mask, n_recent + n_tokens - n_held, layer.batch)
     recent = None if recent is None or bool(recent[:, :n_recent].all()) else recent[:, :n_recent]
     if old is None and recent is None:
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from press_core.cache.caches import known, mask_layer
 from press_core.cache.in_place import ChannelPrunedLayer
-from press_core.cache.memory import Key, Memory
+from press_core.cache.memory import Key
 from press_core.cache.positions import real_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
@@ -69,9 +69,9 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
 
 def _leave_whole(cache: Any, index: int, old: PrunedLayer, decisions: Decisions, key: Key) -> None:
     """Store a layer that loses nothing, with the memory of the scope."""
-    memory, slots, layer = old.memories.get(key), decisions.call.memory, old.settled()
-    if slots or memory is not None:
-        layer.remember(key, (memory or Memory()).after_pruning(slots, by_this_scope=True))
+    slots, layer = decisions.call.memory, old.settled()
+    if slots or key in old.memories:
+        layer.remember(key, old.memory(key).after_pruning(slots, by_this_scope=True))
     keeps = layer is cache.layers[index] or layer.memories
     cache.layers[index] = layer if keeps else layer.inner
 
@@ -166,11 +166,9 @@ def _carried(decisions: Decisions, missing: float) -> dict[str, Tensor]:
 
 def _remember(layer: PrunedLayer, old: PrunedLayer, decisions: Decisions, key: Key) -> None:
     """Store the memory of each open scope, for the kept slots, with `layer`."""
-    before = old.memories.copy()
-    if decisions.call.memory:
-        before.setdefault(key, Memory())
+    own = {key: old.memory(key)} if decisions.call.memory else {}
     keeps_slots = decisions.is_whole and decisions.occupied is None
-    for other, memory in before.items():
+    for other, memory in (old.memories | own).items():
         is_own = other is key
         if is_own or not keeps_slots:  # else what is buffered of its tokens still fits
             slots = decisions.call.memory if is_own else memory.of_slots(decisions.call.length)

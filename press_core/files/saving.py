@@ -25,10 +25,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
-from press_core.cache.caches import flattened, is_empty, known, mask_layer
-from press_core.cache.positions import tokens_seen
+from press_core.cache import caches, positions, slots
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.slots import reading_needs
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
 from press_core.model.decoder import device_of
@@ -174,9 +172,9 @@ def _version(name: str) -> str:
 def _summary(cache: Any, sites: list[AttentionSite]) -> dict[str, Any]:
     """The number of tokens seen, and the share of them that was evicted."""
     own = getattr(cache, _CACHES[0], cache)
-    filled = [site.layer_idx for site in sites if not is_empty(own, site.layer_idx)]
-    layers = [known(own, index) for index in filled]
-    seen = sum(fmean(tokens_seen(layer, None)) for layer in layers)
+    filled = [site.layer_idx for site in sites if not caches.is_empty(own, site.layer_idx)]
+    layers = [caches.known(own, index) for index in filled]
+    seen = sum(fmean(positions.tokens_seen(layer, None)) for layer in layers)
     kept = sum(float(layer.lengths().double().mean()) for layer in layers)
     n_seen = max((layer.n_seen for layer in layers), default=0)
     return {"n_seen": n_seen, "evicted": max(0.0, 1 - kept / seen) if seen else 0.0}
@@ -271,8 +269,8 @@ def _cache(
     by_layer = {site.layer_idx: site for site in attention_sites(model)}
     for index, layer in enumerate(made[0].layers):
         if isinstance(layer, PrunedLayer):
-            layer.needs |= reading_needs(made[0], layer, by_layer[index])
-            layer.is_first = layer is mask_layer(made[0])
+            layer.needs |= slots.reading_needs(made[0], layer, by_layer[index])
+            layer.is_first = layer is caches.mask_layer(made[0])
     return made[0] if len(made) == 1 else EncoderDecoderCache(*made)
 
 
@@ -336,7 +334,7 @@ def _digest(body: nn.Module) -> str:
     with torch.no_grad():
         for name, parameter in sorted(body.named_parameters()):
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-            for part in flattened(_loaded(body, name, parameter)):
+            for part in caches.flattened(_loaded(body, name, parameter)):
                 flat = part.detach().reshape(-1)
                 step = max(1, flat.numel() // N_SAMPLED)
                 sample = flat[::step][:N_SAMPLED].cpu().contiguous()

@@ -12,7 +12,6 @@ from torch.nn.functional import binary_cross_entropy, linear
 
 from press_core.budget import n_together
 from press_core.cache.caches import known
-from press_core.cache.memory import Memory
 from press_core.call import AttentionCall
 from press_core.errors import PressError
 from press_core.eviction import Eviction
@@ -290,7 +289,7 @@ class FastKVzip(RatioPress, TaughtPress):
         if cache is None:
             return
         layers = [known(cache, site.layer_idx) for site in scope.sites]
-        slots = [layer.memories.get(scope.key, Memory()).slots for layer in layers]
+        slots = [layer.memory(scope.key).slots for layer in layers]
         if not all(GATE in of_layer for of_layer in slots):
             return
         known_slots = zip(scope.sites, slots, strict=True)

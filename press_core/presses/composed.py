@@ -16,7 +16,7 @@ from press_core.eviction import Eviction
 from press_core.fields import AMOUNT, limited, require, require_given
 from press_core.model.sites import AttentionSite, n_layers_of, site_of
 from press_core.press import Press
-from press_core.scoring import Composition, Wrapper, acts_in_prefill_only
+from press_core.scoring import Composition, Wrapper
 from press_core.select import gather_tokens
 from press_core.traits import Evicts, Needs, Phase
 
@@ -43,7 +43,7 @@ class Composed(Composition):
 
     def validate(self) -> None:
         super().validate()
-        fits = all(map(acts_in_prefill_only, self.presses))
+        fits = all(press.phases.in_prefill_only for press in self.presses)
         require(self, "presses", fits, "presses that act after the prefill")
         alone = any(press.evicts.needs_attention for press in self.presses[:-1])
         allowed = "ordered so that one that evicts per head, or frees channels, is the last"
@@ -120,7 +120,7 @@ class PerLayerCompression(Composition):
         MISSING,
         lambda x: (
             x.evicts in (Evicts.TOKENS, Evicts.PER_HEAD)
-            and acts_in_prefill_only(x)
+            and x.phases.in_prefill_only
             and not x.phases & Phase.AFTER_DECODER
         ),
         "a press that evicts tokens after the prefill, from each layer separately",
@@ -197,7 +197,7 @@ class KeyRerotation(Wrapper):
 
     press: Press = limited(
         MISSING,
-        lambda x: x.evicts is Evicts.TOKENS and acts_in_prefill_only(x),
+        lambda x: x.evicts is Evicts.TOKENS and x.phases.in_prefill_only,
         "a press that evicts the same number of tokens from each head, after the prefill",
     )
 

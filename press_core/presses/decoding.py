@@ -14,14 +14,7 @@ from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.fields import amount_field, count, limited, require, share
 from press_core.press import Press, RatioPress
-from press_core.scoring import (
-    SCORER_AGAIN,
-    Around,
-    BudgetPress,
-    Composition,
-    SizedPress,
-    acts_in_prefill_only,
-)
+from press_core.scoring import SCORER_AGAIN, Around, BudgetPress, Composition, SizedPress
 from press_core.select import protect, top_positions, trailing
 from press_core.traits import Evicts, Needs, Phase
 
@@ -197,7 +190,7 @@ class PrefillDecoding(Composition):
     """
 
     prefilling_press: Press | None = limited(
-        None, lambda x: x is None or acts_in_prefill_only(x), "a press that acts after the prefill"
+        None, lambda x: x is None or x.phases.in_prefill_only, "a press that acts after the prefill"
     )
     decoding_press: Press | None = limited(
         None,

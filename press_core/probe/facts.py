@@ -1,7 +1,5 @@
 """What presses can assume of an attention module, from what was observed of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product

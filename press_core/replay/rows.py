@@ -35,7 +35,7 @@ from press_core.model.sites import AttentionSite, n_layers_of
 from press_core.observed import Moment
 from press_core.press import RatioPress
 from press_core.probe.watching import rotating_as_before
-from press_core.rows import Decisions, RowGroup, parts_of
+from press_core.rows import Decisions
 from press_core.scope import InstalledPress, ScopeState, bound_to
 from press_core.select import best_first, true_indices, upcast
 from press_core.traits import Evicts, Needs, Phase
@@ -263,7 +263,7 @@ def store_chosen(
     """
     layer = caches.known(cache, site.layer_idx)
     require_readable(layer, site)
-    (keys, values), when = layer.states(), Moment(seen=tokens_seen(layer, occupied))
+    (keys, values), seen = layer.states(), tokens_seen(layer, occupied)
     if joining:
         keys, values = (
             torch.cat((states, torch.cat(added).to(states)), dim=2)
@@ -272,14 +272,16 @@ def store_chosen(
         n_joining = joining[0][0].shape[2]
         occupied = None if occupied is None else pad(occupied, (0, n_joining), value=True)
     unknown = keys.new_empty(len(keys), 0, 0)  # hidden states are not read any more
-    call, groups = AttentionCall(site, unknown, keys, values, when=when, scope=scope), []
-    for rows, slots, part in parts_of(call, occupied, row_by_row=even):
-        of_all_ranks = torch.stack([chosen[row] for row in rows])
-        mask = site.ranks.own(of_all_ranks, keys.shape[1]).to(keys.device)
+    when = Moment(seen=seen, occupied=occupied)
+    call = AttentionCall(site, unknown, keys, values, when=when, scope=scope)
+
+    def decided(part: AttentionCall) -> Eviction:
+        of_all = torch.stack([chosen[row] for row in part.when.batch_rows or range(len(chosen))])
+        mask = site.ranks.own(of_all, keys.shape[1]).to(keys.device)
         keep = Eviction.keep if even else Eviction.keep_per_head
-        eviction = keep(part, true_indices(mask) if even else mask)
-        groups.append(RowGroup(rows, slots, eviction))
-    store_decisions(scope, cache, Decisions(call, groups, occupied), forward)
+        return keep(part, true_indices(mask) if even else mask)
+
+    store_decisions(scope, cache, Decisions(call, decided, row_by_row=even), forward)
 
 
 def cache_before(scope: ScopeState, forward: Forward) -> Any:
@@ -387,13 +389,9 @@ class KVCompose(ReplayPress):
             curves = torch.cat((curves.amax(dim=0, keepdim=True), curves[1:])).unsqueeze(1)
         bound = min(length, max(1, self.keep_token_lower_bound))
         curves[..., :bound] = float("inf")
-        n = self._n_kept(curves.shape[:2].numel(), length)
-        best = best_first(curves.view(1, 1, -1), n).view(curves.shape)  # the first layer wins ties
+        n, amount = curves.shape[:2].numel(), self.compression_ratio
+        total = n * amount.of(length) if isinstance(amount, Tokens) else n_kept(n * length, amount)
+        # The first layer wins ties.
+        best = best_first(curves.view(1, 1, -1), total).view(curves.shape)
         kept = best.sum(dim=-1, keepdim=True).clamp(min=bound)
         return best_first(scores, kept.expand(*scores.shape[:2], 1))
-
-    def _n_kept(self, n: int, length: int) -> int:
-        """Number of tokens that `n` layers (heads) keep together, of a context of `length`."""
-        if isinstance(self.compression_ratio, Tokens):
-            return n * self.compression_ratio.of(length)
-        return n_kept(n * length, self.compression_ratio)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from press_core.cache.given import innermost_frame
-from press_core.cache.memory import Memory
 from press_core.cache.positions import rotary_positions
 from press_core.call import AttentionCall
 from press_core.errors import UnsupportedInputError
@@ -132,13 +131,12 @@ def wait(passed: AttentionPass, call: AttentionCall) -> AttentionCall | None:
     buffered, so that they see the context as in one forward.
     """
     scope, layer, n_remaining = passed.scope, passed.layer, passed.forward.n_remaining
-    memory = layer.memories.get(scope.key, Memory())
     if not n_remaining and layer.n_seen == passed.hidden_states.shape[1]:
         return call
     require_causal(passed)
     if scope.traits.phases & Phase.CHUNKS:
         return _chunk(passed, call)
-    memory = replace(memory, in_prefill=True).with_step(step_of(passed))
+    memory = replace(layer.memory(scope.key), in_prefill=True).with_step(step_of(passed))
     if not n_remaining:
         layer.remember(scope.key, None)
         whole = memory.n_known == layer.n_seen

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from press_core.cache.caches import is_empty, known, may_be_empty
-from press_core.cache.memory import FIRST, Memory
+from press_core.cache.memory import FIRST
 from press_core.forward import Arguments, current, frames_from
 from press_core.model.graphs import compile_nothing, may_break
 from press_core.running.chunks import is_under_way
@@ -37,8 +37,7 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     if not isinstance(cache, Cache) or not scope.traits.counts_steps:
         return bool(phases & Phase.BEFORE_DECODING)
     # Without the states in the memory, whose number graphs would depend on.
-    memory = known(cache, index).memories.get(scope.key, Memory())
-    return scope.acts_in_step(memory.ticks + 1 - FIRST, n_new)
+    return scope.acts_in_step(known(cache, index).memory(scope.key).ticks + 1 - FIRST, n_new)
 
 
 def _entered_eagerly(
