@@ -322,6 +322,5 @@ def _call_in(kwargs: dict[str, Any]) -> Any:
     if CALL in kwargs or FORWARD not in kwargs:
         return kwargs.get(CALL)
     passed = kwargs[FORWARD]
-    n = passed.hidden_states.shape[1]
-    is_whole = passed.forward.is_context and passed.layer.n_seen == n
+    is_whole = passed.layer.n_seen == passed.hidden_states.shape[1]
     return context_call(passed) if is_whole else None

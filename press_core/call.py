@@ -352,7 +352,7 @@ class AttentionCall:
     def _part(self, rows: list[int] | None, slots: Tensor | slice | None) -> AttentionCall:
         """The call restricted to some slots of some rows; None: all."""
         # If tokens are already pruned, `at.tokens` indexes all tokens of the forward, padding
-        # included, so these are not cut; the weights that the layer returned no longer fit.
+        # included, so these are not cut.
         older = self.length - self.hidden_states.shape[1]
         tokens: Any = None
         if self.at.tokens is None and isinstance(slots, slice):
@@ -370,8 +370,7 @@ class AttentionCall:
                     x = x.index_select(dim, index)
             return x
 
-        fitting = self if self.at.tokens is None else self.replace(attentions=None)
-        return fitting.each(part)
+        return self.each(part)
 
     def each(self, change: Callable[[Tensor, str], Tensor]) -> AttentionCall:
         """The call with `change(x, dims)` for each tensor; `dims` as in BHqS, without channels."""

@@ -10,7 +10,7 @@ from press_core import errors, running
 from press_core.cache import caches, masks, writing
 from press_core.cache.positions import first_position, rotary_positions, tokens_held, tokens_seen
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.slots import need_masks_beside, occupied_slots
+from press_core.cache.slots import occupied_slots, update_needs
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction
 from press_core.forward import Forward
@@ -42,7 +42,7 @@ def _act(passed: AttentionPass) -> None:
                 passed.layer.stop_sharing()  # what reads this layer has yet to run
             store_decisions(scope, cache, decisions, passed.forward)
             if getattr(cache.layers[index], "is_first", False):
-                passed.forward.at_end.append(partial(need_masks_beside, cache, passed.site))
+                passed.forward.at_end.append(partial(update_needs, cache, scope.sites))
 
 
 @running.eagerly

@@ -246,7 +246,7 @@ def _prune_before(scope: ScopeState, forward: Forward) -> None:
     n_filled, mask = first.n_old + first.n_recent, reading.filled_mask(forward, first)
     for site in _filled(scope, forward.cache):
         prune_before(scope, forward, mask, site)
-    slots.need_masks_beside(forward.cache, scope.sites[0])
+    slots.update_needs(forward.cache, scope.sites)
     if is_of_slots and caches.known(forward.cache, scope.first) is not first:
         forward.given = reading.with_newest_columns(forward, n_filled)
 

@@ -195,9 +195,9 @@ class ScopeState:
                 time.sleep(1e-3)
             is_interrupted = False
         finally:  # forwards may be left over: an interrupt has ended them, or this wait
-            still = {} if is_interrupted else self._under_way()
-            for forward in self.running.copy().keys() - still.keys():
-                forward.fail()
+            for forward in self.running.copy():
+                if is_interrupted or forward not in self._under_way():
+                    forward.fail()
             self.take_off()
 
     def _under_way(self) -> dict[Forward, int]:

@@ -23,7 +23,7 @@ from hooks_impl import (
 )
 from press_core import HyperparameterError, Needs, UnsupportedInputError, kept_lengths
 from tests.presses import TABLES, presses_of, read_press
-from tests.support import Latest, both, build, filled, held, left_padded, ran, token_ids
+from tests.support import Latest, both, build, filled, held, in_parts, left_padded, ran, token_ids
 
 
 @dataclass
@@ -41,10 +41,9 @@ class Halving(BasePress):
         return keys[:, :, ::2], values[:, :, ::2]
 
 
-class SparingTheLast(Halving):
+class SparingTheLast:
     def forward_hook(self, module, input, kwargs, output):
-        spared = module.layer_idx == self.n_layers - 1
-        return output if spared else super().forward_hook(module, input, kwargs, output)
+        return output if module.layer_idx else super().forward_hook(module, input, kwargs, output)
 
 
 def prefill(press, length=30):
@@ -57,7 +56,11 @@ def test_compress_with_layers_of_different_length():
     kept, logits = prefill(Halving(spares_the_last=True))
     assert kept == [15, 30]
     assert torch.isfinite(logits).all()
-    assert torch.equal(prefill(SparingTheLast())[1], logits)
+    assert torch.equal(prefill(type("Sparing", (SparingTheLast, Halving), {})())[1], logits)
+    padded, sparing = left_padded(2, 33, (0, 8)), type("", (SparingTheLast, KnormPress), {})(0.5)
+    presses = sparing, hooks_impl.PerLayerCompressionPress(KnormPress(), [0.5, 0.0])
+    last = [in_parts(build("llama"), press, padded, [0, 30, 33])[1][-1] for press in presses]
+    torch.testing.assert_close(*last)
 
 
 def test_a_press_that_does_not_say_what_it_kept_is_refused_where_that_matters():
@@ -93,10 +96,9 @@ class Twice(KnormPress):
     """Prunes what it has left once more, in keys and values."""
 
     def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-        given = module, hidden_states, keys, values, attentions, kwargs
-        kept = super().compress(*given)
+        kept = super().compress(module, hidden_states, keys, values, attentions, kwargs)
         keys, _ = kept
-        return super().compress(*given[:2], keys, kept[1], *given[4:])
+        return super().compress(module, hidden_states, keys, kept[1], attentions, kwargs)
 
 
 def test_a_press_may_return_what_another_keeps_of_some_of_the_keys():
@@ -119,11 +121,8 @@ def test_what_a_score_protects_stays_protected_if_less_than_one_is_added():
 
 @pytest.mark.parametrize("name", ["budget", "keeps", "amount"])
 def test_a_field_named_as_a_method_of_presses_is_refused_in_words(name):
-    score = NegativeNormPress.score
-    fields = [(name, float, 0.3)]
-    kind = make_dataclass("Mine", fields, bases=(ScorerPress,), namespace={"score": score})
     with pytest.raises(HyperparameterError, match=rf"Mine\({name}=0.3\): {name} must be renamed"):
-        kind(0.5)
+        make_dataclass("Mine", [(name, float, 0.3)], bases=(NegativeNormPress,))(0.5)
 
 
 # ---- presses in presses --------------------------------------------------------------------------
@@ -221,9 +220,9 @@ def test_compress_outside_of_any_scope(make_press):
     model, ids = build("llama", num_layers=1), token_ids(2, 40)
     cache, whole = filled(model, press, ids), filled(model, None, ids)
     attention = model.model.layers[0].self_attn
-    keys, values = whole.layers[0].keys, whole.layers[0].values
-    given = {"hidden_states": torch.zeros(2, 40, 64), "keys": keys, "values": values}
-    given |= {"attentions": None, "kwargs": None}  # there may be no kwargs
+    given = {name: getattr(whole.layers[0], name) for name in ("keys", "values")}
+    # There may be no kwargs.
+    given |= {"hidden_states": torch.zeros(2, 40, 64), "attentions": None, "kwargs": None}
     left = press.compress(attention, **given)
     if left.head_mask is None:
         (layer,) = cache.layers
@@ -233,7 +232,7 @@ def test_compress_outside_of_any_scope(make_press):
             _ = [*left]
         assert torch.equal(left.head_mask.sum(dim=-1), kept_lengths(cache)[0])
     if isinstance(press, ScorerPress):
-        assert press.score(attention, **given).shape == keys.shape[:3]
+        assert press.score(attention, **given).shape == given["keys"].shape[:3]
 
 
 @presses_of("in a scope alone")

@@ -45,6 +45,11 @@ def test_exact_keys_are_judged_after_a_reset_too(package, model):
     filled(model, press, token_ids(1, 30), again).reset()
     ids = token_ids(1, LENGTH, seed=1)
     assert held(filled(model, press, ids, again)) == held(filled(model, press, ids))
+    few = quantized(model)
+    with press(model):
+        model.config.num_hidden_layers = 1  # as models that draft for themselves do
+        model(ids, past_key_values=few)
+    assert isinstance(few.layers[1], QuantizedLayer)
 
 
 def everything(layer):

@@ -287,7 +287,7 @@ def _n_before(forward: Forward, mask: Any, layer: PrunedLayer) -> Any:
 def _with_positions(
     forward: Forward, site: AttentionSite, given: Arguments, layer: PrunedLayer
 ) -> Arguments:
-    """The arguments with positions that continue after the rerotated keys."""
+    """The arguments with positions that continue after the keys of `layer`."""
     mask = given.get("attention_mask")
     positions = forward.once(
         lambda: _positions(forward, mask, layer),

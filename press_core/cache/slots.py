@@ -72,11 +72,13 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
 
 
-def need_masks_beside(cache: Any, site: AttentionSite) -> None:
-    """After the first layer, of `site`, was pruned: others may need masks or positions now."""
-    for other in cache.layers:
-        if isinstance(other, PrunedLayer) and other.is_pruned:
-            other.needs |= reading_needs(cache, other, site)
+def update_needs(cache: Any, sites: list[AttentionSite]) -> None:
+    """Find anew what reading the pruned layers of `sites` takes: it depends on the first layer."""
+    by_index = {site.layer_idx: site for site in sites}
+    for index, layer in enumerate(cache.layers):
+        if index in by_index and isinstance(layer, PrunedLayer) and layer.is_pruned:
+            layer.needs = reading_needs(cache, layer, by_index[index])
+            layer.is_first = layer is caches.mask_layer(cache)
 
 
 def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:

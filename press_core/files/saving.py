@@ -26,7 +26,6 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
 from press_core.cache import caches, positions, slots
-from press_core.cache.pruned import PrunedLayer
 from press_core.errors import UnsupportedCacheError, UnsupportedModelError
 from press_core.files import files
 from press_core.model.decoder import device_of
@@ -266,11 +265,7 @@ def _cache(
         for i, record in enumerate(records):
             own_device = device or runs_on.get(i, first)
             made[-1].layers.append(files.value_of(record, tensors, kinds, own_device))
-    by_layer = {site.layer_idx: site for site in attention_sites(model)}
-    for index, layer in enumerate(made[0].layers):
-        if isinstance(layer, PrunedLayer):
-            layer.needs |= slots.reading_needs(made[0], layer, by_layer[index])
-            layer.is_first = layer is caches.mask_layer(made[0])
+    slots.update_needs(made[0], attention_sites(model))
     return made[0] if len(made) == 1 else EncoderDecoderCache(*made)
 
 
