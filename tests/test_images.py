@@ -11,6 +11,7 @@ from experiments.questions.architectures.decoders import image_inputs, with_imag
 from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
 from press_core.attention import received_attention
 from press_core.cache.masks import bidirectional_mask
+from press_core.files import saving
 from press_core.probe import attention_sites
 from press_core.tiles import NUMBERS
 from tests.decoders import tiny_decoder
@@ -117,7 +118,7 @@ def test_masks_of_full_attention_may_be_left_out(package):
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
-def test_generate_with_an_image(package, name):
+def test_generate_with_an_image(package, name, tmp_path):
     model = tiny(name)
     ids = context(model)
     options = {**image_inputs(model, ids), **GREEDY, "max_new_tokens": 6}
@@ -128,6 +129,9 @@ def test_generate_with_an_image(package, name):
     with package.KnormPress(0.5)(model):
         model.generate(ids, past_key_values=cache, **options)
     assert {layer.keys.shape[2] for layer in cache.layers} == {N // 2 + 5}
+    if name == "qwen3_vl":  # how positions go on after the image is not in the cache
+        with pytest.raises(saving.UnsupportedCacheError, match="rope_deltas"):
+            saving.save_cache(cache, tmp_path / "image", model)
 
 
 # ---- tokens that see later ones ------------------------------------------------------------------

@@ -192,11 +192,13 @@ class ContextAnswerer:
         if templated or (templated is None and getattr(self.tokenizer, "chat_template", None)):
             words = {"enable_thinking": reading.enable_thinking, **(reading.template_options or {})}
             message = [{"role": "user", "content": context + _MARK}]
-            with refusing("cannot apply the chat template", ValueError):
+            with refusing("cannot apply the chat template", Exception):  # it may raise any
                 text = self.tokenizer.apply_chat_template(
                     message, add_generation_prompt=True, tokenize=False, **words
                 )
-            head, tail = str(text).rsplit(_MARK, 1)
+                if str(text).count(_MARK) != 1:
+                    raise ValueError("it does not hold the text of the user once, unchanged")
+            head, tail = str(text).split(_MARK)
             ids = self._encode(head)
         else:
             ids = self._encode(context, add_special_tokens=True)

@@ -96,7 +96,8 @@ def save_cache(
         The path.
 
     Raises:
-        UnsupportedCacheError: for quantized and other caches, and layers, that cannot be saved.
+        UnsupportedCacheError: for quantized and other caches, and layers, that cannot be saved, and
+            for contexts with images on models with 3-d positions.
         UnsupportedModelError: if the model cannot be identified, or if this process holds only some
             of its heads (tensor parallelism).
         CacheFileError: if the file exists already, or cannot be written.
@@ -108,6 +109,12 @@ def save_cache(
         raise UnsupportedModelError(
             "this process holds some of the model's heads only (tensor parallelism), so its cache "
             "is incomplete; save caches of a model that is on one rank"
+        )
+    noted = [vars(module).get("rope_deltas") for module in model.modules()]
+    if any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in noted):
+        raise UnsupportedCacheError(
+            "the model itself, not the cache, stores by how much positions after an image differ "
+            "(rope_deltas); save contexts of text only, after setting it to None if it is stale"
         )
     tensors: dict[str, Tensor] = {}
     given = {"input_ids": input_ids, "attention_mask": attention_mask}
