@@ -12,7 +12,6 @@ unless the name says otherwise, and without a check of which model is calling, s
 how far the mechanism itself reaches.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -150,10 +149,10 @@ def permanent_class_patch(model: PreTrainedModel, compression_ratio: float) -> I
     pruner = Pruner(model, compression_ratio)
 
     def patched(forward: Any) -> Any:
+        @wraps(forward)  # by which the probe knows the class again when another scope is opened
         def new_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return pruner.call(self, partial(forward, self), *args, **kwargs)
 
-        new_forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         return new_forward
 
     for cls in _attention_classes(model):

@@ -1,6 +1,8 @@
 """Commands of the study: what they show they have written, and what is wrong they say."""
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +26,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr("torch.compile", lambda model, **_: model)  # which takes a minute
+    # Sweeps with the oldest transformers run with these, in a process of their own all the same.
+    monkeypatch.setattr("experiments.questions.architectures.OLDEST", Path(sys.executable))
 
     def invoke(name, options, *more, status):
         given = f"{SMALL.get(name, '')} {options}".replace("{own}", OWN)

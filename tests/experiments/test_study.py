@@ -233,6 +233,10 @@ def test_the_committed_report_is_read_off_the_committed_tables():
     check_one_run(results, read_manifest(results), {each.name: repr(each.full) for each in chosen})
     parts, said = read_parts(results, chosen), markdown(results)
     assert {anchor for *_, anchor, _ in report.related(parts)} == set(report._WORKS)
+    # What other interpreters measure: a study goes on without it.
+    asked = "overhead-kvpress", "throughput-kvpress", "throughput-inside", "architectures-oldest"
+    assert all(f'<a id="{anchor}"></a>' in said for anchor in asked)
+    assert read_table(results / "intrusiveness_libraries.csv")["error"].isna().all()
     found = [finding for part in parts for finding in part.findings]
     assert all(f"{each.text} *({each.basis})*" in said for each in found)
     again = read_table(results / "seeds.csv").query("shift != 0")["number"]
