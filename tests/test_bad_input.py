@@ -21,23 +21,9 @@ from press_core import (
     kept_lengths,
     prefill,
 )
+from tests import support
 from tests.decoders import tiny_decoder
 from tests.presses import TABLES, listed, read_press
-from tests.support import (
-    PACKAGES,
-    assert_refused,
-    both,
-    build,
-    context_for,
-    example_for,
-    filled,
-    held,
-    left_padded,
-    nested,
-    ran,
-    table_beside,
-    token_ids,
-)
 
 TOLD_A_RATIO = sorted(
     name
@@ -46,7 +32,7 @@ TOLD_A_RATIO = sorted(
 )
 
 
-@both
+@support.both
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
 @pytest.mark.parametrize("name", TOLD_A_RATIO)
 def test_ratio_outside_of_its_range(package, ratio, name):
@@ -55,14 +41,14 @@ def test_ratio_outside_of_its_range(package, ratio, name):
 
 
 WITHIN = listed("within")
-REFUSED = table_beside(__file__, "refusals")
+REFUSED = support.table_beside(__file__, "refusals")
 
 
-@both
+@support.both
 @pytest.mark.parametrize("text", REFUSED)
 def test_presses_that_cannot_be_made(package, text):
     names = {name: make(package) for name, make in WITHIN.items() if name in text}
-    names["other"] = PACKAGES[package is hooks_impl].KnormPress(0.5)
+    names["other"] = support.PACKAGES[package is hooks_impl].KnormPress(0.5)
     with pytest.raises(HyperparameterError, match=REFUSED[text]):
         read_press(text, package, **names)
 
@@ -74,54 +60,56 @@ MADE_OF_ONE_FIELD = [
 ]
 
 
-@both
+@support.both
 @pytest.mark.parametrize("name", MADE_OF_ONE_FIELD)
 def test_a_model_in_place_of_a_press_made(package, name):
     """`with KnormPress(model): ...`, for which parentheses are missing."""
     with pytest.raises(HyperparameterError, match=rf"{name}\(\.\.\.\)\(model\)"):
-        package.PRESSES[name](build("llama"))
+        package.PRESSES[name](support.build("llama"))
 
 
 def test_numbers_of_numpy_are_numbers(package):
     press = package.SnapKVPress(numpy.float16(0.5), window_size=numpy.uint8(4))
     assert [type(x) for x in (press.compression_ratio, press.window_size)] == [float, int]
     assert (-press.window_size, 2 * Tokens(numpy.int8(100)).n) == (-4, 200)
-    model, ids, caches = build("llama"), token_ids(1, 20), []
+    model, ids, caches = support.build("llama"), support.token_ids(1, 20), []
     for seed, n in ((100, 6), (numpy.int8(100), numpy.int64(6))):
         caches.append(DynamicCache(config=model.config))
         with package.RandomPress(0.5, seed)(model):
             prefill(model, ids, caches[-1], n)
-    assert held(caches[0]) == held(caches[1])
+    assert support.held(caches[0]) == support.held(caches[1])
     for n in (0, True, 2.5):
         with pytest.raises(HyperparameterError, match=f"chunk_size={n}: .* 1 or more"):
             prefill(model, ids, DynamicCache(), n)
 
 
-@both
+@support.both
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_field_changed_for_the_worse(package, wrapped):
     """Checked again when a scope opens, before anything is installed."""
     inner = package.KnormPress(0.5)
     press = package.ChunkPress(package.CriticalKVPress(inner)) if wrapped else inner
     inner.compression_ratio = 2.0
-    assert_refused(press, build("llama"), HyperparameterError, r"compression_ratio=2.0")
+    support.assert_refused(
+        press, support.build("llama"), HyperparameterError, r"compression_ratio=2.0"
+    )
 
 
-@both
+@support.both
 @pytest.mark.parametrize("changed", TABLES["changed_for_the_worse"], ids=str)
 def test_a_field_changed_for_the_worse_between_steps(package, changed):
     """Checked again before any layer gets the tokens of a step that prunes."""
-    base, model, (name,) = package.SnapKVPress(window_size=4), build("llama"), changed
+    base, model, (name,) = package.SnapKVPress(window_size=4), support.build("llama"), changed
     press = package.DecodingPress(base, compression_interval=2, target_size=12)
     with press(model):
-        cache, _ = ran(model, None, [token_ids(1, 20)])
+        cache, _ = support.ran(model, None, [support.token_ids(1, 20)])
         vars(base if hasattr(base, name) else press).update(changed)
         with pytest.raises(PressError, match=f"{name}|has changed"):
-            ran(model, None, [token_ids(1, 1)] * 2, cache)
+            support.ran(model, None, [support.token_ids(1, 1)] * 2, cache)
     assert {int(n) for kept in kept_lengths(cache) for n in kept[0]} <= {20, 21}
 
 
-@both
+@support.both
 def test_a_model_without_attention(package):
     model = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(UnsupportedModelError, match=r"Sequential .*attention"):
@@ -131,91 +119,94 @@ def test_a_model_without_attention(package):
         package.KnormPress(0.5).register("model")
 
 
-@both
+@support.both
 def test_a_model_of_sliding_layers_only(package):
     model = tiny_decoder("mistral")
-    assert_refused(package.KnormPress(0.5), model, UnsupportedModelError, "sliding window")
+    support.assert_refused(package.KnormPress(0.5), model, UnsupportedModelError, "sliding window")
 
 
-@both
+@support.both
 def test_rope_where_there_is_none(package):
-    model, finch = build("gpt2"), package.FinchPress(delimiter_token_id=1)
+    model, finch = support.build("gpt2"), package.FinchPress(delimiter_token_id=1)
     of_layers = package.PerLayerCompressionPress(finch, [0.5, 0.2])
     for press in (package.ExpectedAttentionPress(0.5), of_layers):
         match = rf"{type(press).__name__} .*rotary.*not"
-        assert_refused(press, model, UnsupportedModelError, match)
+        support.assert_refused(press, model, UnsupportedModelError, match)
 
 
 def test_a_query_that_no_hook_can_find():
     """The one place where the mechanisms differ in reach: a patch sees the query all the same."""
     model = tiny_decoder("jetmoe")  # experts compute its queries
-    hooks, patches = (package.SnapKVPress(0.5, window_size=4) for package in PACKAGES)
-    assert_refused(hooks, model, UnsupportedModelError, "patch_impl")
-    cache = filled(model, patches, token_ids(1, 40))
+    hooks, patches = (package.SnapKVPress(0.5, window_size=4) for package in support.PACKAGES)
+    support.assert_refused(hooks, model, UnsupportedModelError, "patch_impl")
+    cache = support.filled(model, patches, support.token_ids(1, 40))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20, 20, 20]
     hooks_impl.KnormPress(0.5).register(model).remove()  # needs no queries: nothing is in the way
 
 
-@both
+@support.both
 def test_queries_whose_temperature_is_another_later(package):
     model = tiny_decoder("ministral3")
     for name in ("CapPress", "ExpectedAttentionPress", "ExpectedAttentionStatsPress"):
         press = package.PRESSES[name](0.5)
-        assert_refused(press, model, UnsupportedModelError, "temperature")
+        support.assert_refused(press, model, UnsupportedModelError, "temperature")
     with pytest.raises(UnsupportedModelError, match="temperature"):
-        package.ExpectedAttentionStatsPress.collect(model, [token_ids(1, 20)])
+        package.ExpectedAttentionStatsPress.collect(model, [support.token_ids(1, 20)])
 
 
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 def test_never_zero(package, name, model):
-    press = example_for(package, name, 0.999, model)
+    press = support.example_for(package, name, 0.999, model)
     for length in (70,) if name == "FinchPress" else (1, 2, 3, 70):  # which needs a delimiter
-        cache = filled(model, press, context_for(name, length))
+        cache = support.filled(model, press, support.context_for(name, length))
         assert all(int(kept.min()) >= 1 for kept in kept_lengths(cache))
 
 
 def test_queries_that_no_patch_can_see():
     """The other way round: GPT-2 can be told to attend by itself, past the registry."""
-    model = build("gpt2", attn_implementation="eager")
+    model = support.build("gpt2", attn_implementation="eager")
     for block in model.transformer.h:
         block.attn.reorder_and_upcast_attn = True
-    assert_refused(patch_impl.TOVAPress(0.5), model, UnsupportedModelError, "hooks_impl")
-    cache = filled(model, hooks_impl.TOVAPress(0.5), token_ids(1, 40))
+    support.assert_refused(patch_impl.TOVAPress(0.5), model, UnsupportedModelError, "hooks_impl")
+    cache = support.filled(model, hooks_impl.TOVAPress(0.5), support.token_ids(1, 40))
     assert [int(kept[0, 0]) for kept in kept_lengths(cache)] == [20, 20]
 
 
-@both
+@support.both
 def test_a_bias_on_logits_is_no_padding(package):
     """A mask in the prefill that changes how much is seen of tokens, and hides none."""
-    model = build("llama", attn_implementation="eager")
+    model = support.build("llama", attn_implementation="eager")
     least = torch.finfo(torch.float32).min
     mask = torch.full((60, 60), least).triu(1)[None, None]
     with package.KnormPress(0.5)(model):
-        model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
+        model(support.token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
         mask[..., :30] += mask[..., :30].eq(0) * -0.01
         with pytest.raises(UnsupportedInputError, match="logits"):
-            model(token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
+            model(support.token_ids(1, 60), attention_mask=mask, past_key_values=DynamicCache())
 
 
-@both
+@support.both
 def test_padding_on_the_right(package):
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, -5:] = 0
     press = package.SnapKVPress(0.5, window_size=8)
     with pytest.raises(UnsupportedInputError, match="row 1"):
-        filled(build("llama"), press, token_ids(2, 40), attention_mask=mask)
+        support.filled(support.build("llama"), press, support.token_ids(2, 40), attention_mask=mask)
 
 
-@both
+@support.both
 @pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1]])
 def test_a_ratio_for_each_layer_and_no_more(package, ratios):
-    model, press = build("llama"), package.PerLayerCompressionPress(package.KnormPress(), ratios)
+    model, press = (
+        support.build("llama"),
+        package.PerLayerCompressionPress(package.KnormPress(), ratios),
+    )
     match = f"{len(ratios)} .* 2 layers"
-    assert_refused(press, model, PressError, match)
+    support.assert_refused(press, model, PressError, match)
     refused = pytest.raises(PressError, match=match)
     with replace(press, compression_ratios=[0.5, 0.2])(model) as scope, refused:
         scope.press.compression_ratios = ratios
-        model(token_ids(1, 20))
+        model(support.token_ids(1, 20))
 
 
 def quantized(model):
@@ -231,35 +222,35 @@ def adapted(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"]))
 
 
-@both
+@support.both
 @pytest.mark.parametrize("change", [quantized, adapted])
 @pytest.mark.parametrize("name", ["CriticalKVPress", "CriticalAdaKVPress"])
 def test_output_projections_without_weights_to_read_are_refused(package, name, change, model):
     press = package.PRESSES[name](package.KnormPress(0.5))
-    assert_refused(press, change(model), UnsupportedModelError, "floating-point")
+    support.assert_refused(press, change(model), UnsupportedModelError, "floating-point")
 
 
-@both
+@support.both
 def test_finch_knows_which_column_of_a_padded_batch_is_the_delimiter(package):
-    model, (ids, mask, positions) = build("llama"), left_padded(2, 40, [9, 0])
+    model, (ids, mask, positions) = support.build("llama"), support.left_padded(2, 40, [9, 0])
     ids[:, -6] = DELIMITER
     finch = package.FinchPress(0.5, delimiter_token_id=DELIMITER)
     streaming = package.StreamingLLMDecodingPress(16)
     given = {"attention_mask": mask, "position_ids": positions}
     for whole_or_not in ({}, given):
         with pytest.raises(UnsupportedInputError, match="outermost"):
-            ran(model, nested(streaming, finch), [ids], **whole_or_not)
-    with nested(finch, streaming)(model):
-        cache, _ = ran(model, None, [ids], **given)
+            support.ran(model, support.nested(streaming, finch), [ids], **whole_or_not)
+    with support.nested(finch, streaming)(model):
+        cache, _ = support.ran(model, None, [ids], **given)
         wide = torch.cat((mask, torch.ones_like(mask[:, :4])), dim=1)
         with pytest.raises(UnsupportedInputError, match=r"44 columns .* one of 41 columns"):
-            ran(model, None, [ids[:, :1]], cache, attention_mask=wide)
+            support.ran(model, None, [ids[:, :1]], cache, attention_mask=wide)
 
 
-@both
+@support.both
 def test_finch_takes_its_delimiter_out_of_masks_of_two_dimensions(package):
-    model, ids = build("llama"), context_for("FinchPress", 48)
-    press, held = example_for(package, "FinchPress", 0.5, model), []
+    model, ids = support.build("llama"), support.context_for("FinchPress", 48)
+    press, logits = support.example_for(package, "FinchPress", 0.5, model), []
     causal = torch.ones(48, 48, dtype=torch.bool).tril()[None, None]
     with press(model), pytest.raises(UnsupportedInputError, match="2-d"):
         model(ids, attention_mask=causal, past_key_values=DynamicCache())
@@ -267,5 +258,5 @@ def test_finch_takes_its_delimiter_out_of_masks_of_two_dimensions(package):
         cache, mask = DynamicCache(config=model.config), torch.ones(1, 50, dtype=dtype)
         with own(model):
             model(ids, attention_mask=mask[:, :48], past_key_values=cache)
-            held.append(model(ids[:, :2], attention_mask=mask, past_key_values=cache).logits)
-    assert torch.equal(*held)
+            logits.append(model(ids[:, :2], attention_mask=mask, past_key_values=cache).logits)
+    assert torch.equal(*logits)

@@ -21,62 +21,50 @@ import patch_impl
 from attention_patch.reversible import _install, wrap
 from press_core import ScopeError, kept_lengths
 from press_core.scope import ScopeState, bound_to
+from tests import support
 from tests.presses import read_press
-from tests.support import (
-    PACKAGES,
-    PLAIN,
-    both,
-    build,
-    context_for,
-    example_for,
-    filled,
-    forwards,
-    held,
-    ran,
-    snapshot,
-    token_ids,
-)
 
 
 def run(model):
     """Logits of a prefill."""
-    return ran(model, None, [token_ids(1, 40)])[1][0]
+    return support.ran(model, None, [support.token_ids(1, 40)])[1][0]
 
 
 def kept(model):
     """Tokens that each layer keeps of one."""
-    return [int(n[0, 0]) for n in kept_lengths(filled(model, None, token_ids(1, 40)))]
+    cache = support.filled(model, None, support.token_ids(1, 40))
+    return [int(n[0, 0]) for n in kept_lengths(cache)]
 
 
-@both
+@support.both
 @pytest.mark.parametrize("name", sorted(hooks_impl.PRESSES))
 def test_normal_exit(package, name, model):
-    press = example_for(package, name, 0.5, model)
-    before, weights, reference = snapshot(model), model.state_dict(), run(model)
+    press = support.example_for(package, name, 0.5, model)
+    before, weights, reference = support.snapshot(model), model.state_dict(), run(model)
     with press(model):
-        ran(model, None, [context_for(name, 80), *forwards([1, 1, 1])])
-        assert snapshot(model) != before
+        support.ran(model, None, [support.context_for(name, 80), *support.forwards([1, 1, 1])])
+        assert support.snapshot(model) != before
         torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
-    assert snapshot(model) == before
+    assert support.snapshot(model) == before
     assert torch.equal(run(model), reference)
 
 
-@both
+@support.both
 def test_a_scope_may_not(package, model):
     scope = package.KnormPress(0.5)(model)
-    before = snapshot(model)
+    before = support.snapshot(model)
     with scope:
         with pytest.raises(ScopeError, match="open already"):
             scope.open()
         assert kept(model) == [20] * 3
-    assert snapshot(model) == before
+    assert support.snapshot(model) == before
     scope.remove()  # documented: closing a closed scope does nothing
-    assert snapshot(model) == before
+    assert support.snapshot(model) == before
     with scope:  # and it can be opened again
         assert kept(model) == [20] * 3
 
 
-@both
+@support.both
 @pytest.mark.parametrize(
     "make_copy",
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
@@ -95,15 +83,18 @@ def test_a_copy_made_inside_a_scope_is_not_pruned(package, make_copy, model):
         assert all({"forward", "__reduce_ex__"}.isdisjoint(vars(m)) for m in twin.modules())
 
 
-@both
+@support.both
 def test_one_model_run_by_several_threads(package, model):
     """Queries wait for the attention hook per thread; a mix-up would show in the kept sets."""
     with package.SnapKVPress(0.5, window_size=4)(model):
-        expected = [filled(model, None, token_ids(1, 60, seed)) for seed in range(4)]
+        expected = [
+            support.filled(model, None, support.token_ids(1, 60, seed)) for seed in range(4)
+        ]
 
         def work(seed):
             for _ in range(5):
-                assert held(filled(model, None, token_ids(1, 60, seed))) == held(expected[seed])
+                cache = support.filled(model, None, support.token_ids(1, 60, seed))
+                assert support.held(cache) == support.held(expected[seed])
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
@@ -128,7 +119,7 @@ assert PIPELINE_REGISTRY.get_supported_tasks() == tasks
 from experiments.pipeline import TASK
 assert set(PIPELINE_REGISTRY.get_supported_tasks()) == {*tasks, TASK}
 """
-    subprocess.run([sys.executable, "-c", program], env=PLAIN, check=True)
+    subprocess.run([sys.executable, "-c", program], env=support.PLAIN, check=True)
 
 
 def test_a_patch_that_somebody_takes_away_is_not_silent(model):
@@ -168,7 +159,7 @@ def test_so_is_one_that_could_not_act_in_turn_around_the_decoder(model):
         model.model.forward = former
 
 
-@both
+@support.both
 @pytest.mark.parametrize("interrupted", [_install, wrap, ScopeState.take_off])
 def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted, model):
     source, first = inspect.getsourcelines(interrupted)
@@ -185,7 +176,7 @@ def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted
         return trace
 
     press = package.AdaKVPress(package.SnapKVPress(0.5))
-    before, n, lines = snapshot(model), 0, []
+    before, n, lines = support.snapshot(model), 0, []
     while len(lines) >= n:
         n, lines = n + 1, []
         sys.settrace(trace)
@@ -195,7 +186,7 @@ def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted
             assert len(lines) >= n
         finally:
             sys.settrace(None)
-        assert snapshot(model) == before
+        assert support.snapshot(model) == before
     assert n > 8
 
 
@@ -214,7 +205,7 @@ def test_hooks_that_are_passed_by_are_not_silent(model):
         assert kept(model) == [20, 20, 20]
 
 
-@both
+@support.both
 @pytest.mark.parametrize("press", ["KnormPress(0.5)", "StreamingLLMDecodingPress(20)"])
 def test_a_model_may_run_its_first_layers_only(package, press, model):
     """As models that draft for themselves do."""
@@ -222,11 +213,11 @@ def test_a_model_may_run_its_first_layers_only(package, press, model):
     with read_press(press, package)(model):
         model.config.num_hidden_layers = 2
         for cache in caches:
-            ran(model, None, forwards([40, 1]), cache)
+            support.ran(model, None, support.forwards([40, 1]), cache)
             assert [int(n[0, 0]) for n in kept_lengths(cache)[:2]] == [21, 21]
 
 
-@both
+@support.both
 def test_a_forward_that_breaks_off_is_no_reason_for_a_warning(package, model):
     package.KnormPress(0.5).register(model).remove()  # which runs a model that it has not seen yet
     model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
@@ -252,7 +243,7 @@ def restore_forward(model):
 @pytest.mark.parametrize(
     ("package", "replace"),
     [
-        *product(PACKAGES, (replace_attention, replace_decoder)),
+        *product(support.PACKAGES, (replace_attention, replace_decoder)),
         (patch_impl, restore_forward),
     ],
 )
@@ -264,7 +255,7 @@ def test_modules_that_are_replaced_are_not_silent(package, replace, model):
         scope.remove()
 
 
-@both
+@support.both
 @pytest.mark.filterwarnings("error")
 def test_scopes_that_close_in_one_forward_all_do_though_warnings_are_errors(package, model):
     scopes = [package.KnormPress(0.5).register(model) for _ in range(2)]
@@ -276,12 +267,12 @@ def test_scopes_that_close_in_one_forward_all_do_though_warnings_are_errors(pack
     assert "forward" not in vars(model.model)
 
 
-@both
+@support.both
 @pytest.mark.parametrize("name", ["SnapKVPress", "RestoreKVPress"])
 def test_a_press_keeps_no_part_of_a_model_alive(package, name):
-    model = build("llama")
-    press = example_for(package, name, 0.5, model)
-    cache = weakref.ref(filled(model, press, token_ids(1, 40)))
+    model = support.build("llama")
+    press = support.example_for(package, name, 0.5, model)
+    cache = weakref.ref(support.filled(model, press, support.token_ids(1, 40)))
     assert cache() is None  # at once: garbage may fill a GPU before it is searched for
     parts = [*map(weakref.ref, (*model.modules(), *model.parameters()))]
     del model
@@ -314,7 +305,7 @@ def test_what_was_installed_comes_off_once_the_last_first(names, model):
     assert state.model is None
 
 
-@both
+@support.both
 @pytest.mark.usefixtures("no_graphs_after")
 def test_a_scope_may_be_opened_in_a_function_that_is_compiled(package, model):
     def opening():
