@@ -266,10 +266,12 @@ class Programs(twins.Twins):
         if not takes_others:
             return
         subject = next(s for s in self.subjects if any(module is m for m in s.model.modules()))
-        lost = [
-            [patch.is_lost for patch in twins.own_patches(scope.handle)] for scope in subject.scopes
-        ]
-        in_part = [any(layers) and not all(layers) for layers in lost]
+
+        def lost():
+            of_scopes = [twins.own_patches(scope.handle) for scope in subject.scopes]
+            return [[patch.is_lost for patch in patches] for patches in of_scopes]
+
+        in_part = [any(layers) and not all(layers) for layers in lost()]
         if any(
             part and scope.name != "StreamingLLMDecodingPress"  # which acts before any layer
             for part, scope in zip(in_part, subject.scopes, strict=True)
@@ -279,7 +281,7 @@ class Programs(twins.Twins):
             # Refused by this scope, or by one inside of it; or nothing was to do on layers before
             # all patches were put on anew.
             assert twins.same(found, expected) or issubclass(found[0], PressError)
-        for scope, layers in zip(subject.scopes, lost, strict=True):
+        for scope, layers in zip(subject.scopes, lost(), strict=True):
             if any(layers):
                 with pytest.warns(RuntimeWarning, match="put back"):
                     scope.handle.remove()

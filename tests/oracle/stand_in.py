@@ -86,6 +86,7 @@ class StandIn:
         total = length + REPLAYED
         sizes = {"num_layers": N_LAYERS, "num_heads": N_HEADS, "num_kv_heads": N_KV, "head_dim": D}
         self.model = build("llama", **sizes)
+        self.model.config.name_or_path = "stand-in"  # kvpress has one set of filters per name
         torch.manual_seed(0)
         for layer in self.model.model.layers:  # kvpress leaves it there: another kind of model
             layer.self_attn.rotary_emb = self.model.model.rotary_emb
