@@ -43,9 +43,17 @@ def note_masked(forward: Forward) -> None:
         forward.notes[MASKED] = noted
 
 
-def reading_needs(cache: Any, layer: PrunedLayer, site: AttentionSite) -> ReadingNeeds:
-    """What later forwards need to read `layer` of `site`; `cache` must hold it already."""
-    needs, first = layer.needs & ReadingNeeds.ATTENTION, caches.mask_layer(cache)
+def update_needs(cache: Any, sites: list[AttentionSite]) -> None:
+    """Find anew what reading the pruned layers of `sites` takes: it depends on the first layer."""
+    first = caches.mask_layer(cache)
+    for site in sites:
+        layer = cache.layers[site.layer_idx] if site.layer_idx < len(cache.layers) else None
+        if isinstance(layer, PrunedLayer) and layer.is_pruned:
+            layer.needs, layer.is_first = _reading_needs(layer, first, site), layer is first
+
+
+def _reading_needs(layer: PrunedLayer, first: Any, site: AttentionSite) -> ReadingNeeds:
+    needs = layer.needs & ReadingNeeds.ATTENTION
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
     if not share_a_mask(layer, first):
@@ -70,15 +78,6 @@ def share_a_mask(layer: PrunedLayer, first: Any) -> bool:
     if layer.columns(1) != n_columns:
         return False
     return layer.room is None or pruned is None or layer.n_slots == pruned.n_slots
-
-
-def update_needs(cache: Any, sites: list[AttentionSite]) -> None:
-    """Find anew what reading the pruned layers of `sites` takes: it depends on the first layer."""
-    by_index = {site.layer_idx: site for site in sites}
-    for index, layer in enumerate(cache.layers):
-        if index in by_index and isinstance(layer, PrunedLayer) and layer.is_pruned:
-            layer.needs = reading_needs(cache, layer, by_index[index])
-            layer.is_first = layer is caches.mask_layer(cache)
 
 
 def filled_columns(mask: Any, layer: PrunedLayer, n_new: int = 0) -> Any:

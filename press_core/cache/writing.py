@@ -13,7 +13,7 @@ from press_core.cache.memory import Key
 from press_core.cache.positions import real_tokens
 from press_core.cache.pruned import PrunedLayer
 from press_core.cache.ragged import RaggedLayer
-from press_core.cache.slots import reading_needs
+from press_core.cache.slots import update_needs
 from press_core.cache.tokens import Kept
 from press_core.errors import PressError, UnsupportedInputError
 from press_core.eviction import Eviction
@@ -60,8 +60,7 @@ def store(cache: Any, decisions: Decisions, key: Key) -> PrunedLayer | None:
     layer = (_ragged if decisions.any("head_mask") else _even)(old, decisions)
     _remember(layer, old, decisions, key)
     cache.layers[index] = layer
-    layer.is_first = mask_layer(cache) is layer
-    layer.needs = reading_needs(cache, layer, site)
+    update_needs(cache, [site])
     if stored.keys.device != layer.keys.device:
         layer.offload()
     return layer

@@ -105,17 +105,7 @@ def save_cache(
     path = files.path_of(path)
     files.check_target(path, overwrite)
     sites = attention_sites(model)
-    if any(site.ranks.size > 1 for site in sites):
-        raise UnsupportedModelError(
-            "this process holds some of the model's heads only (tensor parallelism), so its cache "
-            "is incomplete; save caches of a model that is on one rank"
-        )
-    noted = [vars(module).get("rope_deltas") for module in model.modules()]
-    if any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in noted):
-        raise UnsupportedCacheError(
-            "the model itself, not the cache, stores by how much positions after an image differ "
-            "(rope_deltas); save contexts of text only, after setting it to None if it is stale"
-        )
+    _check_all_is_here(model, sites)
     tensors: dict[str, Tensor] = {}
     given = {"input_ids": input_ids, "attention_mask": attention_mask}
     inputs, said = _checked(path, given, notes)
@@ -132,6 +122,21 @@ def save_cache(
     with files.refused(path, "cannot be written"):
         files.write(path, tensors, about, overwrite)
     return path
+
+
+def _check_all_is_here(model: nn.Module, sites: list[AttentionSite]) -> None:
+    """Raise if other ranks or the model itself hold some of what reading the cache takes."""
+    if any(site.ranks.size > 1 for site in sites):
+        raise UnsupportedModelError(
+            "this process holds some of the model's heads only (tensor parallelism), so its cache "
+            "is incomplete; save caches of a model that is on one rank"
+        )
+    noted = [vars(module).get("rope_deltas") for module in model.modules()]
+    if any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in noted):
+        raise UnsupportedCacheError(
+            "the model itself, not the cache, stores by how much positions after an image differ "
+            "(rope_deltas); save contexts of text only, after setting it to None if it is stale"
+        )
 
 
 def _checked(path: Path, given: Mapping[str, Any], notes: Any) -> tuple[dict[str, Tensor], Any]:

@@ -161,9 +161,11 @@ class KVzip(ReplayPress):
         chunk: slice
 
         def with_factors(call: AttentionCall) -> None:
-            plus, states = self.kvzip_plus_normalization, call.hidden_states[0]
-            inverse = (1 / upcast(states).norm(dim=-1)).nan_to_num(posinf=0)  # 0 for a zero state
-            observe(call, chunk, inverse if plus else None)
+            factors = None
+            if self.kvzip_plus_normalization:
+                norms = upcast(call.hidden_states[0]).norm(dim=-1)
+                factors = (1 / norms).nan_to_num(posinf=0)  # 0 for a zero state
+            observe(call, chunk, factors)
 
         with self.watch_attention(row, with_factors), torch.no_grad():
             for ids, chunk in replays:  # noqa: B007
