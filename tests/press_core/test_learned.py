@@ -55,7 +55,7 @@ def test_what_is_saved_is_loaded(name, tmp_path, monkeypatch):
     alone = fit.save(in_home)
     assert beside == tmp_path / "new" / "folder" / f"{TABLES['file_names'][name]}.safetensors"
     assert alone == tmp_path / "other.safetensors"
-    for source in (beside, str(beside.parent), alone, str(alone), in_home):
+    for source in (beside, str(beside.parent), alone, str(alone), in_home, "~/new/folder"):
         assert same(type(fit).load(source), fit)
     assert beside.stat().st_mode & 0o044, "as readable as any file"
     with safe_open(beside, framework="pt") as file:

@@ -175,7 +175,7 @@ def _found(name: str, table: pd.DataFrame) -> Finding:
     kinds = presses["type"].str.split(" (", regex=False).str[0]
     right = (presses["reach"] == BOTH).groupby([kinds, presses["press"]]).all().unstack()
     counts = {
-        "n": len(SUBJECTS) - 1,  # a process that died has a row of no press
+        "n": len(SUBJECTS) - 1,  # without "nothing evicted"; the table may hold failed processes
         "every": right.all(axis=1).sum(),
         "some": right.any(axis=1).sum(),
         "of": len(right),
