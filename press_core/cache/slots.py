@@ -45,10 +45,10 @@ def note_masked(forward: Forward) -> None:
 
 def update_needs(cache: Any, sites: list[AttentionSite]) -> None:
     """Find anew what reading the pruned layers of `sites` takes: it depends on the first layer."""
-    first = caches.mask_layer(cache)
     for site in sites:
         layer = cache.layers[site.layer_idx] if site.layer_idx < len(cache.layers) else None
         if isinstance(layer, PrunedLayer) and layer.is_pruned:
+            first = caches.mask_layer(cache)
             layer.needs, layer.is_first = _reading_needs(layer, first, site), layer is first
 
 
