@@ -115,8 +115,8 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         if forward.is_context:
             caches.put_back_reset(forward.cache)
             running.let_slide(scope, forward.cache)
-    current.forward = forward
     forward.entered.append(scope)
+    current.forward = forward
     made, own = forward.notes.get(MADE, (None, None))
     is_made = made is not None and given.get(MASK) is made
     forward.given = given.replace(**{MASK: own}) if is_made else given

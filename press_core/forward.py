@@ -125,7 +125,7 @@ class Forward:
         given: the arguments to call the decoder with.
         is_context: whether it is part of a prefill: it began with an empty cache, or is a chunk.
         n_remaining: tokens of the context that follow in later chunks, in a chunked prefill.
-        entered: scopes that were open when it began, the outermost first.
+        entered: scopes that were open when it began, the outermost first; none after it has ended.
         acting: those of them that act around its attention modules, each with its state.
         outer: the forward of this or another decoder in which this one runs.
         notes: values computed once for all layers: masks, positions, notes of a press.
@@ -134,9 +134,9 @@ class Forward:
             `OneMask`, if the model's mask serves all layers.
         at_failure: callbacks for when an exception ends it.
         at_end: callbacks for when it ends, with or without an exception.
-        is_over: whether it is known to have ended.
         frame: a stack frame that lives as long as the forward: PyTorch calls no hook after an
             interrupt.
+        cache: the decoder's self-attention cache; None if none was passed (the model may make one).
     """
 
     decoder: nn.Module
@@ -151,13 +151,11 @@ class Forward:
     reading: Any = None
     at_failure: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
-    is_over: bool = False
     frame: FrameType | None = None
+    cache: Any = field(init=False)
 
-    @property
-    def cache(self) -> Any:
-        """The decoder's self-attention cache; None if none was passed (the model may make one)."""
-        return self.given.cache
+    def __post_init__(self) -> None:
+        self.cache = self.given.cache
 
     @property
     def n_tokens(self) -> int:
@@ -220,9 +218,10 @@ class Forward:
 
     def end(self) -> None:
         """End the forward for all of its scopes."""
-        self.is_over, self.frame = True, None
+        self.frame = None
         for scope in self.entered:
             scope.running.pop(self, None)
+        self.entered = []
         if self.at_end:  # else compilers would break their graph
             call_all(self.at_end)
 
@@ -281,7 +280,8 @@ class Current:
     def forward(self) -> Forward | None:
         """The forward in progress; None if no scope takes part in one."""
         forward = _local.state.forward
-        return None if forward is None or forward.is_over else forward  # ended by another thread
+        ended = forward is None or not forward.entered  # maybe by another thread
+        return None if ended else forward
 
     @forward.setter
     def forward(self, forward: Forward | None) -> None:

@@ -234,7 +234,8 @@ def in_turn(names, *lists):
 @contextmanager
 def reading(layer):
     """Stands for a forward that reads `layer` with all the help it needs."""
-    current.forward = Forward(nn.Identity(), Arguments((), {}, ()), reading=layer)
+    given = Arguments((), {}, ())
+    current.forward = Forward(nn.Identity(), given, entered=[layer], reading=layer)
     try:
         yield
     finally:
