@@ -292,10 +292,20 @@ def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> Tensor:
     """
     n, n_own, shape = layer.blocks.n, layer.blocks.n_own, (-1, left.shape[1], stored.shape[2])
     if n_own == n:
-        return torch.bmm(left, stored)
+        return _product(left, stored)
     of_shared = left[n_own:].reshape(n - n_own, -1, left.shape[2])
-    shared = torch.bmm(of_shared, stored[n_own:]).view(shape)
-    return torch.cat((torch.bmm(left[:n_own], stored[:n_own]), shared)) if n_own else shared
+    shared = _product(of_shared, stored[n_own:]).reshape(shape)
+    return torch.cat((_product(left[:n_own], stored[:n_own]), shared)) if n_own else shared
+
+
+def _product(left: Tensor, stored: Tensor) -> Tensor:
+    """`left @ stored` as a transposed product: on a CPU, it takes few queries two thirds of the time.
+
+    Args:
+        left: `(n, r, x)`.
+        stored: `(n, x, y)`.
+    """
+    return torch.bmm(stored.mT, left.mT).mT
 
 
 def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 1.0) -> Tensor:
@@ -304,7 +314,7 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
     Args:
         states: of the queries of each reading, times the query's factor, `(P, G * q, d)`.
     """
-    products = _products(layer, states, upcast(layer.keys).mT)
+    products = _products(layer, states, upcast(layer.keys).mT).contiguous()
     old = query.logits(products, unit).add_(layer.blocks.hidden)
     if query.visible is None or not query.masks_context(layer):
         return old

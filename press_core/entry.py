@@ -23,7 +23,15 @@ from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.engine import evicts_later, prune_before, require_readable
-from press_core.forward import Arguments, Forward, Progress, cache_after, current, frames_from
+from press_core.forward import (
+    Arguments,
+    Forward,
+    OneMask,
+    Progress,
+    cache_after,
+    current,
+    frames_from,
+)
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
 from press_core.scope import ScopeState
@@ -134,7 +142,8 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
     if reading.needs_help(forward, layers):
         slots.note_masked(forward)
         forward.reading, given = one_mask(forward, scope.sites[0], layers)
-        forward.helped = forward.cache.layers if forward.reading is None else ()
+        each = forward.reading in (None, OneMask.NONE)
+        forward.helped = forward.cache.layers if each else ()
     forward.notes[MADE] = given.get(MASK), own
     _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
@@ -316,7 +325,7 @@ def before_attention(
     Args:
         attends: whether an attention function of this library reads the layer.
     """
-    if not forward.helped:
+    if not forward.helped or (forward.reading is OneMask.NONE and given.get(MASK) is None):
         return given
     if site.place.owner is None:
         given = reading.helped(forward, site, given, forward.helped[site.layer_idx], attends)

@@ -3,6 +3,9 @@
 It costs a step less than to give every layer its own.
 """
 
+from functools import reduce
+from operator import or_
+
 import torch
 from torch import Tensor
 
@@ -25,9 +28,12 @@ def one_mask(
         How the mask serves them (None: every layer needs its own mask), and the decoder's
         arguments.
     """
-    given, own = forward.given, ReadingNeeds.ATTENTION
-    if torch.compiler.is_compiling() or any(own & x.needs or x.is_rerotated for x in layers):
+    given, needs = forward.given, reduce(or_, (layer.needs for layer in layers))
+    if torch.compiler.is_compiling() or any(layer.is_rerotated for layer in layers):
         return None, given
+    if needs & ReadingNeeds.ATTENTION:
+        bare = not needs & ReadingNeeds.MASK and all(layer.room is None for layer in layers)
+        return OneMask.NONE if bare and _is_one_that_sees_all(forward) else None, given
     if any(layer.kept.is_padded for layer in layers):
         mask = _mask_of_slots(forward, layers)
         if mask is not None:
@@ -42,11 +48,15 @@ def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[Pruned
 
     A mask of one column is then broadcast over the logits of layers of any length.
     """
-    mask = forward.given.get("attention_mask")
     spread = masks.form_of(site.attn_implementation) == "eager" and site.signature.hands_on
     spread = spread and caches.mask_layer(forward.cache) in layers and layers[0].room is None
+    return spread and _is_one_that_sees_all(forward)
+
+
+def _is_one_that_sees_all(forward: Forward) -> bool:
+    mask = forward.given.get("attention_mask")
     is_2d = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    return spread and forward.n_tokens == 1 and is_2d and not masks.hides(mask)
+    return forward.n_tokens == 1 and is_2d and not masks.hides(mask)
 
 
 def _mask_of_slots(forward: Forward, layers: list[PrunedLayer]) -> Tensor | None:
