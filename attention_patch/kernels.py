@@ -299,7 +299,7 @@ def _products(layer: RaggedLayer, left: Tensor, stored: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, stored: Tensor) -> Tensor:
-    """`left @ stored` as a transposed product: on a CPU, it takes few queries two thirds of the time.
+    """`left @ stored`, transposed: a CPU multiplies few queries in two thirds of the time.
 
     Args:
         left: `(n, r, x)`.
