@@ -327,16 +327,18 @@ def test_a_cache_that_does_not_slide_where_the_model_does(package):
     assert [x.tolist() for x in kept_lengths(cache)] == [[[20, 20]], [[15, 15]]] * 2
 
 
-@pytest.mark.parametrize("press", ["KnormPress(0.5)", "KeyRerotationPress(KnormPress(0.5))"])
-def test_shared_layers_are_read_alike_by_headwise(package, press):
-    model, press = tiny_decoder("gemma3n_text"), read_press(press, package)
+@pytest.mark.parametrize(("family", "press"), TABLES["read alike"])
+def test_padded_rows_are_read_alike_by_headwise_and_without_a_mask(package, family, press):
+    model, press = tiny_decoder(family), read_press(press, package)
+    model.set_attn_implementation("sdpa")  # which takes no mask for a single token
     ids, mask, positions = left_padded(2, 31, [0, 3])
     context = {"attention_mask": mask[:, :30], "position_ids": positions[:, :30]}
     cache, logits = filled(model, press, ids[:, :30], **context), []
-    given = {"attention_mask": mask, "position_ids": positions[:, 30:]}
-    for scope in (press, headwise):
-        logits += ran(model, scope, [ids[:, 30:]], deepcopy(cache), **given)[1]
-    torch.testing.assert_close(*logits)
+    for scope, of_step in ((press, mask), (headwise, mask), (press, None)):
+        given = {"attention_mask": of_step, "position_ids": positions[:, 30:]}
+        logits.append(ran(model, scope, [ids[:, 30:]], deepcopy(cache), **given)[1])
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0])
 
 
 def test_rotated_sinks_are_not_taken_for_others(package):
