@@ -131,7 +131,8 @@ def _of_heads(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
     """Whole blocks for every head if that wastes few slots; otherwise heads back to back.
 
     The block size balances the fixed cost per block against the slots of other heads that a head
-    reads in its first and its last block. Back to back, the last block is nearly full.
+    reads in its first and its last block. Whole blocks may be half as long as that. Back to back,
+    the last block is nearly full.
 
     Args:
         held: `(N,)`.
@@ -141,8 +142,9 @@ def _of_heads(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
     """
     n_tokens = int(held.sum())
     allowed = WASTE * n_tokens
-    longest = max(SIZES[-1], (START / head_dim * n_tokens / len(held)) ** 0.5)
-    sizes = [size for size in SIZES if size <= longest]
+    best = (START / head_dim * n_tokens / len(held)) ** 0.5
+    longest = min(max(best, SIZES[-1]), SIZES[0])
+    sizes = [size for size in SIZES if longest / 2 <= size <= longest]
     for size in sizes:
         taken = (held + size - 1) // size * size
         if int(taken.sum()) - n_tokens <= allowed:
