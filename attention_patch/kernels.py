@@ -314,6 +314,7 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
     Args:
         states: of the queries of each reading, times the query's factor, `(P, G * q, d)`.
     """
+    # The product of strided weights with the values would take several times as long.
     products = _products(layer, states, upcast(layer.keys).mT).contiguous()
     old = query.logits(products, unit).add_(layer.blocks.hidden)
     if query.visible is None or not query.masks_context(layer):

@@ -138,15 +138,22 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
         _continue(scope, forward)
     layers, own = caches.pruned_layers(forward.cache), forward.given.get(MASK)
     forward.given = reading.with_counted_columns(forward, layers)
-    given, forward.helped = forward.given, ()
-    if reading.needs_help(forward, layers):
-        slots.note_masked(forward)
-        forward.reading, given = one_mask(forward, scope.sites[0], layers)
-        each = forward.reading in (None, OneMask.NONE)
-        forward.helped = forward.cache.layers if each else ()
+    given = _prepare_reading(scope, forward, layers)
     forward.notes[MADE] = given.get(MASK), own
     _note_whole(scope, forward.cache, layers)
     _settle_layers(scope, forward)
+    return given
+
+
+def _prepare_reading(scope: ScopeState, forward: Forward, layers: list[PrunedLayer]) -> Arguments:
+    """The decoder's arguments to read the pruned `layers` with; help for each layer if need be."""
+    forward.helped = ()
+    if not reading.needs_help(forward, layers):
+        return forward.given
+    slots.note_masked(forward)
+    forward.reading, given = one_mask(forward, scope.sites[0], layers)
+    if forward.reading in (None, OneMask.NONE):
+        forward.helped = forward.cache.layers
     return given
 
 

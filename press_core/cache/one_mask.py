@@ -54,6 +54,7 @@ def _spreads_a_column(forward: Forward, site: AttentionSite, layers: list[Pruned
 
 
 def _is_one_that_sees_all(forward: Forward) -> bool:
+    """Whether the forward is of a single token, from which the caller's mask hides nothing."""
     mask = forward.given.get("attention_mask")
     is_2d = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
     return forward.n_tokens == 1 and is_2d and not masks.hides(mask)
