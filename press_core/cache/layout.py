@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 WASTE = 0.018
-"""Share of slots that may stay empty to align heads with blocks."""
+"""Share of slots that may stay empty at the end of the last block."""
 
-SIZES = 128, 96, 64, 48, 32
-"""Block sizes in slots: products with short blocks cost more, long blocks hold more heads."""
+SIZE = 128
+"""Slots per block: products with short blocks cost more, long blocks hold more heads."""
 
-START = 1600
-"""Fixed cost of the product over one block, in elements of keys that it could process instead."""
+FEW_QUERIES = 2**6
+"""Queries of all blocks up to which one product is faster than one for own and one for shared."""
 
 FEW = 2**13
 """Logits per row up to which a single block, read by all query heads of the row, is fastest."""
@@ -64,12 +64,12 @@ class Blocks:
         Args:
             n_heads: KV heads per row, `H_kv`.
             group: query heads per KV head, `G`.
-            like: keys, for their head_dim, device and dtype.
+            like: keys, for their device and dtype.
         """
         held = torch.tensor(counts)
         few = FEW_ON_GPU if like.is_cuda else FEW
         of_rows = _of_rows(held.view(-1, n_heads), group, few)
-        size, taken = of_rows or _of_heads(held, like.shape[-1])
+        size, taken = of_rows or (_size(int(held.sum())), held)
         starts = taken.cumsum(0) - taken
         n = max(1, -(-int(taken.sum()) // size))
         if of_rows:  # each head reads exactly one block, even if it holds no tokens
@@ -77,7 +77,8 @@ class Blocks:
         else:
             readers = _readers(held, starts, size, n)
         shared = readers[:, -1] != readers[:, 0]
-        if of_rows or like.is_cuda:  # torch's varlen kernel needs the heads in order, end to end
+        at_once = of_rows or group * readers.numel() <= FEW_QUERIES
+        if at_once or like.is_cuda:  # torch's varlen kernel needs the heads in order, end to end
             shared = torch.ones_like(shared)
         order, n_own = shared.to(torch.int8).argsort(stable=True), n - int(shared.sum())
         blocks = torch.arange(n)[:, None].expand_as(readers)
@@ -127,30 +128,9 @@ def _of_rows(held: Tensor, group: int, few: int) -> tuple[int, Tensor] | None:
     return size, taken.flatten()
 
 
-def _of_heads(held: Tensor, head_dim: int) -> tuple[int, Tensor]:
-    """Whole blocks for every head if that wastes few slots; otherwise heads back to back.
-
-    The block size balances the fixed cost per block against the slots of other heads that a head
-    reads in its first and its last block. Whole blocks may be half as long as that. Back to back,
-    the last block is nearly full.
-
-    Args:
-        held: `(N,)`.
-
-    Returns:
-        Slots per block, and the slots that each head takes.
-    """
-    n_tokens = int(held.sum())
-    allowed = WASTE * n_tokens
-    best = (START / head_dim * n_tokens / len(held)) ** 0.5
-    longest = min(max(best, SIZES[-1]), SIZES[0])
-    sizes = [size for size in SIZES if longest / 2 <= size <= longest]
-    for size in sizes:
-        taken = (held + size - 1) // size * size
-        if int(taken.sum()) - n_tokens <= allowed:
-            return size, taken
-    sizes += range(SIZES[-1] - 1, 0, -1)
-    return next(size for size in sizes if -n_tokens % size <= allowed), held
+def _size(n_tokens: int) -> int:
+    """Slots per block for heads back to back, so that the last block is nearly full."""
+    return next(size for size in range(SIZE, 0, -1) if -n_tokens % size <= WASTE * n_tokens)
 
 
 def _readers(held: Tensor, starts: Tensor, size: int, n: int) -> Tensor:

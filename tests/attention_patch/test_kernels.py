@@ -30,11 +30,15 @@ N = 60  # tokens of the context
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture(autouse=True, params=[-1, layout.FEW], ids=["blocks of heads", "blocks of rows"])
+BLOCKS = {"FEW": -1, "FEW_ON_GPU": -1, "FEW_QUERIES": -1, "SIZE": 16}
+LAYOUTS = {"rows": {}, "blocks": BLOCKS, "shared blocks": BLOCKS | {"FEW_QUERIES": 2**20}}
+
+
+@pytest.fixture(autouse=True, params=LAYOUTS.values(), ids=LAYOUTS)
 def _layout(request, monkeypatch):
     """Of layers as small as these each row has one block, unless told otherwise."""
-    for few in ("FEW", "FEW_ON_GPU"):
-        monkeypatch.setattr(layout, few, request.param)
+    for name, limit in request.param.items():
+        monkeypatch.setattr(layout, name, limit)
 
 
 class Example(NamedTuple):

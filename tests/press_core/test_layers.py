@@ -275,7 +275,7 @@ TestAgainstLists.settings = settings(
 @given(
     n_heads=st.integers(1, 4),
     batch=st.integers(1, 3),
-    few=st.sampled_from([-1, 2**18]),
+    few=st.sampled_from([{"FEW": 2**18}, {"FEW": -1}, {"FEW": -1, "FEW_QUERIES": -1}]),
     data=st.data(),
 )
 @settings(max_examples=6 * N_PROGRAMS, derandomize=PROFILE != "long", database=None)
@@ -284,17 +284,17 @@ def test_every_head_reads_its_own_tokens_once_and_no_others(n_heads, batch, few,
     counts = data.draw(st.lists(st.integers(0, 400), min_size=n, max_size=n))
     counts[0] += 1  # not all of them empty
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "FEW", few)
+        for name, limit in few.items():
+            patch.setattr(layout, name, limit)
         blocks = Blocks.of(counts, n_heads, 1, torch.zeros(1, DIM))
     slots = blocks.slots(counts)
     owner = torch.full((blocks.n * blocks.size,), -1)
     owner[slots] = torch.arange(n).repeat_interleave(torch.tensor(counts))
     assert int((owner >= 0).sum()) == sum(counts)
     assert len(owner) <= (1 + layout.WASTE) * sum(counts)
-    n_own = blocks.n_own
-    n_readers = (len(blocks.heads) - n_own) // max(1, blocks.n - n_own)
+    n_readers = (len(blocks.heads) - blocks.n_own) // max(1, blocks.n - blocks.n_own)
     read = torch.arange(blocks.n)
-    read = torch.cat((read[:n_own], read[n_own:].repeat_interleave(n_readers)))
+    read = torch.cat((read[: blocks.n_own], read[blocks.n_own :].repeat_interleave(n_readers)))
     own = owner.view(blocks.n, blocks.size)[read] == blocks.heads[:, None]
     seen = blocks.hidden[:, 0] == 0
     assert not (seen & ~own).any()
