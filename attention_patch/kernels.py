@@ -64,9 +64,13 @@ class Query:
             products: of the keys with the states, which are multiplied by `factor(unit)`.
         """
         products = upcast(products)
-        if self.softcap is None:
-            return products
-        return torch.tanh(products) * (self.softcap * unit)
+        softcap = self.softcap
+        return products if softcap is None else torch.tanh(products) * (softcap * unit)
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """Softmax of `(B, H_kv, G, q, n)` logits and the sinks; 0 if the mask hides all tokens."""
+        weights = softmax_with_sinks(logits, self.sinks)
+        return weights if self.visible is None else weights.nan_to_num(0)
 
     def masks_context(self, layer: RaggedLayer) -> bool:
         """Whether `visible` covers tokens of the context, and not only recent tokens."""
@@ -104,17 +108,12 @@ def queries_of(
     """
     if kwargs.get("dropout"):
         raise UnsupportedInputError(
-            f"attention over compressed heads or channels has no dropout, got {kwargs['dropout']}; "
-            "call model.eval()"
+            f"compressed layers take no dropout, got {kwargs['dropout']}; call model.eval()"
         )
     scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    return Query(
-        site.grouped(query),
-        visible,
-        site.softmax.scaling if scaling is None else scaling,
-        site.softmax.softcap,
-        site.sinks if sinks is None else sinks,
-    )
+    scaling = site.softmax.scaling if scaling is None else scaling
+    sinks = site.sinks if sinks is None else sinks
+    return Query(site.grouped(query), visible, scaling, site.softmax.softcap, sinks)
 
 
 def choose(layer: RaggedLayer, query: Query) -> str:
@@ -147,19 +146,15 @@ def check_backend(name: str, site: AttentionSite) -> None:
         HyperparameterError: naming what is supported.
     """
     if name not in KERNELS:
-        raise HyperparameterError(
-            f"unknown back end {name!r} for head-wise attention; known: {', '.join(KERNELS)}"
-        )
+        raise HyperparameterError(f"unknown back end {name!r}; known: {', '.join(KERNELS)}")
     weight, softcap = next(site.module.parameters()), site.softmax.softcap
-    fits = weight.is_cuda and weight.dtype in _SIXTEEN and softcap is None
-    fits = fits and _fits_varlen(site.head_dim)
-    if name == "varlen" and not (HAS_VARLEN and fits):
+    fits = HAS_VARLEN and weight.is_cuda and weight.dtype in _SIXTEEN and softcap is None
+    if name == "varlen" and not (fits and _fits_varlen(site.head_dim)):
         raise HyperparameterError(
             "the back end 'varlen' runs on CUDA in 16 bits, without soft-capped logits, with a "
-            "head_dim up to 256 that 8 divides, from torch 2.12 on; "
-            f"{type(site.module).__name__} ({site.name}) has softcap {softcap}, head_dim "
-            f"{site.head_dim} and is on {weight.device.type} in {weight.dtype}, with torch "
-            f"{torch.__version__}; use 'blocks'"
+            f"head_dim up to 256 that 8 divides, from torch 2.12 on; {site.name} has softcap "
+            f"{softcap}, head_dim {site.head_dim} and is on {weight.device.type} in "
+            f"{weight.dtype}, with torch {torch.__version__}; use 'blocks'"
         )
 
 
@@ -193,10 +188,7 @@ def _one_softmax(layer: RaggedLayer, query: Query) -> Tensor:
     recent_keys, recent_values = layer.recent_states()
     old = _old_logits(layer, query, states)
     n, recent = old.shape[-1], _recent_logits(layer, query, states, recent_keys)
-    weights = _weights(layer, query, torch.cat((old, recent), dim=-1))
-    if query.visible is not None:  # the mask may hide all tokens from a query
-        weights = weights.nan_to_num(0)
-    weights = weights.to(recent_values.dtype)
+    weights = _weights(layer, query, torch.cat((old, recent), dim=-1)).to(recent_values.dtype)
     read = _products(layer, weights[..., :n], layer.values)
     output = torch.baddbmm(read, weights[..., n:], recent_values)
     return output.view(*query.states.shape[:3], -1).to(query.states.dtype)
@@ -242,9 +234,7 @@ def varlen(layer: RaggedLayer, query: Query) -> Tensor:
             gradients.
     """
     if lacks := _beyond_varlen(layer, query):
-        raise UnsupportedInputError(
-            f"the back end 'varlen' has no {lacks}, which this call needs; use 'blocks'"
-        )
+        raise UnsupportedInputError(f"the back end 'varlen' has no {lacks}; use 'blocks'")
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     states = _rows(layer, query)
@@ -319,11 +309,10 @@ def _old_logits(layer: RaggedLayer, query: Query, states: Tensor, unit: float = 
     old = query.logits(products, unit).add_(layer.blocks.hidden)
     if query.visible is None or not query.masks_context(layer):
         return old
-    visible = by_kv_head(query.visible[..., : layer.kept.n_seen], layer.n_heads)
-    rows, kv_heads = layer.blocks.heads // layer.n_heads, layer.blocks.heads % layer.n_heads
-    seen = visible.expand(layer.batch, layer.n_heads, -1, -1, -1)[
-        rows[:, None], kv_heads[:, None], :, :, _slots_read(layer)
-    ]  # (P, c, 1 or G, q)
+    heads, n = layer.blocks.heads[:, None], layer.n_heads
+    visible = by_kv_head(query.visible[..., : layer.kept.n_seen], n)
+    of_heads = visible.expand(layer.batch, n, -1, -1, -1)
+    seen = of_heads[heads // n, heads % n, :, :, _slots_read(layer)]  # (P, c, 1 or G, q)
     split = old.view(len(old), -1, query.states.shape[2], old.shape[-1])
     return split.masked_fill_(~seen.permute(0, 2, 3, 1), float("-inf")).view_as(old)
 
@@ -357,7 +346,7 @@ def _slots_read(layer: RaggedLayer) -> Tensor:
 def _weights(layer: RaggedLayer, query: Query, logits: Tensor) -> Tensor:
     """Softmax of `(N, G * q, n)` logits and the sinks."""
     grouped = logits.view(layer.batch, layer.n_heads, -1, query.states.shape[2], logits.shape[-1])
-    return softmax_with_sinks(grouped, query.sinks).view_as(logits)
+    return query.weights(grouped).view_as(logits)
 
 
 def _added(sums: Tensor, heads: Tensor, parts: Tensor) -> Tensor:

@@ -124,10 +124,7 @@ class _Stack:
 
 def _inherited(cls: type, name: str, default: Any) -> Any:
     """The unbound attribute `name` of `cls` or its first base that defines it, else `default`."""
-    for base in cls.__mro__:
-        if name in vars(base):
-            return vars(base)[name]
-    return default
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
 
 
 class Patch:

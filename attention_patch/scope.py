@@ -14,7 +14,6 @@ from attention_patch.interception import intercept, with_override
 from attention_patch.kernels import Query, attend_heads, by_kv_head, check_backend, queries_of
 from attention_patch.reversible import Patch, wrap
 from press_core import AttentionSite, Evicts, Phase, RaggedLayer, Scope, entry
-from press_core.attention import softmax_with_sinks
 from press_core.cache.in_place import ChannelPrunedLayer
 from press_core.forward import Arguments, current, names_of
 from press_core.on_layers import Removable
@@ -38,10 +37,8 @@ def attend_channels(layer: ChannelPrunedLayer, queries: Query, _: str | None) ->
     if queries.visible is not None:  # covers all tokens, or the last ones only
         visible = by_kv_head(queries.visible, layer.channels.shape[1])
         logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
-    weights = softmax_with_sinks(logits, queries.sinks)
-    if queries.visible is not None:  # the mask may hide all tokens from a query
-        weights = weights.nan_to_num(0)
-    return (weights.to(layer.values.dtype) @ layer.values.unsqueeze(2)).flatten(1, 2)
+    weights = queries.weights(logits).to(layer.values.dtype)
+    return (weights @ layer.values.unsqueeze(2)).flatten(1, 2)
 
 
 ATTEND: dict[type, Any] = {RaggedLayer: attend_heads, ChannelPrunedLayer: attend_channels}

@@ -58,8 +58,7 @@ def view_of(site: AttentionSite) -> Any:
 def _rotary_embedding(site: AttentionSite) -> nn.Module:
     if site.rotary is None or site.rotary.embedding is None:
         raise AttributeError(
-            f"{site.name} has no rotary_emb, as {type(site.module).__name__} does not rotate its "
-            "keys there; ask hasattr(module, 'rotary_emb') first"
+            f"{site.name} has no rotary_emb: it rotates no keys; ask hasattr(module, 'rotary_emb')"
         )
     return site.rotary.of_this_layer()
 
@@ -74,6 +73,5 @@ class UnknownSite:
         if name == "layer_idx" and isinstance(getattr(self.module, name, None), int):
             return self.module.layer_idx
         raise UnsupportedInputError(
-            f"a press that was called outside of any scope reads the {name} of the attention "
-            "module; open it on a model, `with press(model): ...`"
+            f"outside of any scope, a press has no {name} to read; use `with press(model): ...`"
         )

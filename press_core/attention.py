@@ -5,7 +5,6 @@ bidirectional attention within an image if the model has that.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,28 +29,18 @@ def window_attention(call: AttentionCall, window: int) -> Tensor:
     return causal_weights(call.site, queries, call.keys, space, bidirectional=bidirectional)
 
 
-class Tile(NamedTuple):
-    """Attention weights of some KV heads and some queries.
-
-    Attributes:
-        heads: which KV heads.
-        rows: which queries.
-        weights: `(B, heads, G, rows, end)`, float32 (float64 for float64 states); keys from `end`
-            on are visible to none of the queries. The next tile overwrites them.
-    """
-
-    heads: slice
-    rows: slice
-    weights: Tensor
-
-
-def attention_tiles(call: AttentionCall, queries: Tensor) -> Iterator[Tile]:
+def attention_tiles(call: AttentionCall, queries: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """Attention of the last queries over all keys, tile by tile: O(S) memory.
 
     It is causal, or bidirectional within an image, which is never split.
 
     Args:
         queries: `(B, H, q, d)`, of the last `q` of the `S` tokens.
+
+    Yields:
+        Which KV heads and which queries a tile covers, and its weights `(B, heads, G, rows, end)`,
+        float32 (float64 for float64 states). Keys from `end` on are visible to none of the queries.
+        The next tile overwrites the weights.
     """
     batch, n_heads, n_queries = queries.shape[:3]
     keys, bidirectional = call.keys, call.bidirectional_of(n_queries)
@@ -72,7 +61,7 @@ def attention_tiles(call: AttentionCall, queries: Tensor) -> Iterator[Tile]:
             of_tile = None if of_heads is None else of_heads[:, :, rows, rows]
             tile = grouped[:, heads, :, rows]
             weights = causal_weights(call.site, tile, visible, space, heads, of_tile)
-            yield Tile(heads, rows, weights)
+            yield heads, rows, weights
             row = rows.stop
 
 
@@ -121,11 +110,10 @@ def mean_attention(call: AttentionCall, queries: Tensor, factors: Tensor | None 
         `(B, H_kv, S)`, float32.
     """
     received = torch.zeros_like(upcast(call.keys[..., 0]))
-    for tile in attention_tiles(call, queries):
-        weights = tile.weights
+    for heads, rows, weights in attention_tiles(call, queries):
         if factors is not None:
-            weights = weights * factors[tile.rows].unsqueeze(-1)
-        received[:, tile.heads, : weights.shape[-1]] += weights.sum(dim=(2, 3))
+            weights = weights * factors[rows].unsqueeze(-1)
+        received[:, heads, : weights.shape[-1]] += weights.sum(dim=(2, 3))
     return received.div_(queries.shape[1] // received.shape[1] * max(1, queries.shape[2]))
 
 

@@ -98,8 +98,7 @@ class AttentionCall:
         found = rotary.find(cos[:, -1:], sin[:, -1:], limit)
         if bool((found < 0).any()):
             raise UnsupportedInputError(
-                f"the last token given to {self.site.name} has no text position, as in an image or "
-                "a video, so that the next position is not known; let text follow it"
+                f"the last token in {self.site.name} has no text position; let text follow an image"
             )
         return found[:, None] + 1
 
@@ -203,18 +202,16 @@ class AttentionCall:
             return self.at.rotary
         if self.site.rotary_in_3d is not None:
             raise UnsupportedInputError(
-                f"cannot rotate the keys of {self.site.name} back: the model gives images "
-                "positions in three dimensions, and those of earlier forwards are not stored; "
-                "rotate keys in the prefill only"
+                f"cannot rotate the keys of {self.site.name} back: positions in three dimensions "
+                "(images) are not stored for later forwards; rotate keys in the prefill only"
             )
         positions = self._known_ids().unsqueeze(1)
         if self.at.tokens is not None:
             return positions.expand(*self.at.tokens.shape[:2], -1).gather(-1, self.at.tokens)
         if positions.shape[-1] != self.length:
             raise UnsupportedInputError(
-                f"cannot rotate the keys of {self.site.name} back: a press that pruned before did "
-                "not say which tokens it kept; let its compress return "
-                "Eviction.keep(call, positions)"
+                f"cannot rotate the keys of {self.site.name} back: an earlier press did not say "
+                "which tokens it kept; let its compress return Eviction.keep(call, positions)"
             )
         return positions
 
@@ -266,16 +263,14 @@ class AttentionCall:
             UnsupportedInputError: if there are keys of other tokens.
         """
         tokens = self.at.tokens
-        if tokens is None:
-            are_known = per_token.shape[-1] == self.length
-        else:
-            are_known = not self.when.decoding or bool((tokens >= 0).all())
-        if not are_known:
-            raise UnsupportedInputError(
-                f"the press scores {self.length} keys by their tokens' hidden states, but only "
-                f"those of {per_token.shape[-1]} tokens are known; prune in the prefill"
-            )
-        return per_token if tokens is None else per_token.gather(-1, tokens)
+        if tokens is None and per_token.shape[-1] == self.length:
+            return per_token
+        if tokens is not None and (not self.when.decoding or bool((tokens >= 0).all())):
+            return per_token.gather(-1, tokens)
+        raise UnsupportedInputError(
+            f"the press scores {self.length} keys by their tokens' hidden states, but only those "
+            f"of {per_token.shape[-1]} tokens are known; prune in the prefill"
+        )
 
     def _known_ids(self) -> Tensor:
         if self.at.ids is not None:
@@ -292,8 +287,7 @@ class AttentionCall:
         """
         if self.scope is None:
             raise UnsupportedInputError(
-                f"{type(press).__name__} was called outside of any scope, but prepares data of the "
-                "model when it is opened on one; use `with press(model): ...`"
+                f"{type(press).__name__} is called outside of a scope; use `with press(model): ...`"
             )
         return self.scope.prepared(press)
 
@@ -341,12 +335,9 @@ class AttentionCall:
             rows: indices into the batch.
             slots: `(n,)` int64, which of the `S` slots hold tokens in all of these rows; None: all.
         """
-        part = self._part(rows, slots)
-        seen, held = (
-            of_all and tuple([of_all[row] for row in rows])
-            for of_all in (self.when.seen, self.when.held)
-        )
-        when = replace(self.when, seen=seen, held=held, batch_rows=tuple(rows), occupied=None)
+        part, when = self._part(rows, slots), self.when
+        seen, held = (x and tuple([x[row] for row in rows]) for x in (when.seen, when.held))
+        when = replace(when, seen=seen, held=held, batch_rows=tuple(rows), occupied=None)
         return part.replace(when=when)
 
     def _part(self, rows: list[int] | None, slots: Tensor | slice | None) -> AttentionCall:

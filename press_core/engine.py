@@ -74,8 +74,7 @@ def judged(press: Press, call: AttentionCall) -> Decisions:
 
     def decided(part: AttentionCall) -> Eviction:
         # Padded turns: a row may have no token, or none whose queries the press could read.
-        has_queries = part.query is None or part.query.states.shape[2]
-        decides = part.length and has_queries
+        decides = part.length and (part.query is None or part.query.states.shape[2])
         return running.decided(press, part) if decides else Eviction.nothing(part)
 
     return Decisions(call, decided, press.row_by_row)
@@ -121,14 +120,12 @@ def require_readable(layer: PrunedLayer, site: AttentionSite) -> None:
 
 def remembered(press: Press, call: AttentionCall) -> dict[str, Tensor]:
     """The updated per-token values of `Press.remember`, for each slot: `(B, H_kv, S)` by name."""
-    carried_scores: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for rows, slots, part in groups_of(call):
         for name, of_rows in running.remembered(press, part).items():
-            if name not in carried_scores:
-                carried_scores[name] = of_rows.new_zeros(call.keys.shape[:3])
-            scores = carried_scores[name]
-            scores[rows] = of_rows if slots is None else scores[rows].index_copy(2, slots, of_rows)
-    return carried_scores
+            values = found.setdefault(name, of_rows.new_zeros(call.keys.shape[:3]))
+            values[rows] = of_rows if slots is None else values[rows].index_copy(2, slots, of_rows)
+    return found
 
 
 def _new_tokens(passed: AttentionPass) -> AttentionCall:
@@ -153,13 +150,9 @@ def _decoding_step(passed: AttentionPass) -> AttentionCall | None:
         seen = tokens_seen(layer, occupied) if due else None
         index = passed.site.layer_idx  # asked before the innermost scope prunes the layer
         held = passed.forward.once(lambda: tokens_held(layer, occupied, n_new), "held", index)
-        call = call_of(
-            passed,
-            *layer.states(),
-            memory=memory.of_slots(layer.n_slots),
-            carried=layer.carried,
-            when=Moment(True, None, *steps, seen, held=held, occupied=occupied),
-        )
+        when = Moment(True, None, *steps, seen, held=held, occupied=occupied)
+        known = memory.of_slots(layer.n_slots)
+        call = call_of(passed, *layer.states(), memory=known, carried=layer.carried, when=when)
     if traits.remembers:
         call = call.replace(memory=remembered(press, call))
         memory = replace(memory, slots=call.memory)

@@ -8,9 +8,7 @@ leave(scope, output)           after the outermost scope: what presses do after 
 ```
 """
 
-import sys
 import threading
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,15 +21,7 @@ from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.engine import evicts_later, prune_before, require_readable
-from press_core.forward import (
-    Arguments,
-    Forward,
-    OneMask,
-    Progress,
-    cache_after,
-    current,
-    frames_from,
-)
+from press_core.forward import Arguments, Forward, OneMask, Progress, cache_after, current
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
 from press_core.scope import ScopeState
@@ -61,9 +51,8 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
     if outer is not None and scope in outer.entered and not outer.runs:
         outer.fail()  # an interrupt has ended it
     is_left_out = left_out and (thread is None or left_out == "all")
-    if is_left_out or not scope.is_open:  # another thread may have closed it
-        return None
-    if thread is not None and (is_compiling or thread != threading.get_ident()):
+    elsewhere = thread is not None and (is_compiling or thread != threading.get_ident())
+    if is_left_out or elsewhere or not scope.is_open:  # another thread may have closed it
         return None
     if outer is not None or not scope.traits.may_pass:
         return _joined(scope, given)
@@ -112,7 +101,7 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
     if not is_compiling:  # compiled forwards are not counted
         if not forward.entered and running.is_early_exit():
             return given
-        forward.frame = forward.frame or _lasting_frame()
+        forward.find_frame()
         scope.running[forward] = threading.get_ident()
         if not scope.is_open:  # another thread has closed it, maybe without waiting for this one
             scope.running.pop(forward, None)
@@ -179,12 +168,6 @@ def _waits(scope: ScopeState, cache: Cache, given: Arguments) -> bool:
     return True
 
 
-def _lasting_frame() -> FrameType | None:
-    """The stack frame of this thread that lives as long as the entering forward, if any."""
-    callers, last = frames_from(sys._getframe(2)), ("_call_impl", "around_decoder")
-    return next((frame for frame in callers if frame.f_code.co_name in last), None)
-
-
 def _joined(scope: ScopeState, given: Arguments) -> Forward:
     """The forward that an outer scope has just entered, or a new one, maybe inside of another."""
     forward = current.forward
@@ -195,11 +178,10 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
 
 def _is_idle(forward: Forward) -> bool:
     busy = forward.acting or forward.helped or forward.outer is not None or forward.at_end
-    after = forward.is_context and any(
-        scope.traits.phases & Phase.AFTER_DECODER for scope in forward.entered
-    )
-    waits = after or forward.n_remaining > 0  # a failure of a chunk has to be noticed
-    return not busy and not waits and len(forward.entered) == 1
+    # If chunks remain, a failure of this one has to be noticed.
+    if busy or forward.n_remaining or len(forward.entered) > 1:
+        return False
+    return not (forward.is_context and forward.entered[0].traits.phases & Phase.AFTER_DECODER)
 
 
 def _begin_context(scope: ScopeState, forward: Forward) -> None:
@@ -273,8 +255,7 @@ def _note_whole(scope: ScopeState, cache: Any, pruned: list[PrunedLayer]) -> Non
     if pruned or tally.n_contexts or not scope.traits.phases & Phase.ON_CONTEXTS:
         return
     if isinstance(cache, Cache) and not torch.compiler.is_compiling():
-        n_seen = int(cache.get_seq_length(scope.first))
-        tally.longest_whole = max(tally.longest_whole, n_seen)
+        tally.longest_whole = max(tally.longest_whole, int(cache.get_seq_length(scope.first)))
 
 
 def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:

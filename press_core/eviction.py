@@ -16,9 +16,7 @@ from press_core.model.rotary import NoRotation
 from press_core.select import gather_each, is_dense, is_readable
 from press_core.traits import Evicts, Needs
 
-REPORT_POSITIONS = (
-    "let its compress return Eviction.keep(call, positions), or write it as a ScorerPress"
-)
+REPORT_POSITIONS = "let its compress return Eviction.keep(call, positions), or write a ScorerPress"
 """Advice for a press that returns keys and values without their positions."""
 
 
@@ -221,12 +219,9 @@ class Eviction:
         if rotary is None and self.rotary_positions is not None:
             rotary = self.rotary_positions.gather(-1, second.known_kept)
         kept = None if second.kept is None else self.known_kept.gather(-1, second.kept)
+        following = second.next_position or self.next_position
         return replace(
-            second,
-            call=self.call,
-            kept=kept,
-            rotary_positions=rotary,
-            next_position=second.next_position or self.next_position,
+            second, call=self.call, kept=kept, rotary_positions=rotary, next_position=following
         )
 
     def rerotated(self) -> Eviction:

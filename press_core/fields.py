@@ -61,12 +61,10 @@ def above(other: str, default: int) -> Any:
 def require(press: Any, name: str, holds: bool, allowed: str) -> None:
     """Raise a `HyperparameterError` about the field `name` of `press` unless `holds`."""
     if not holds:
-        value = getattr(press, name)
-        shown = f"<a {type(value).__name__}>" if isinstance(value, nn.Module) else None
-        raise HyperparameterError(
-            f"{type(press).__name__}({name}={shown or reprlib.repr(value)}): {name} must be "
-            f"{allowed}"
-        )
+        value, kind = getattr(press, name), type(press).__name__
+        is_model = isinstance(value, nn.Module)
+        shown = f"<a {type(value).__name__}>" if is_model else reprlib.repr(value)
+        raise HyperparameterError(f"{kind}({name}={shown}): {name} must be {allowed}")
 
 
 def require_given(holds: Callable[[Any], bool], allowed: str, **given: Any) -> None:

@@ -8,6 +8,7 @@ A scope takes part in the forwards that begin while it is open. When the decoder
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -193,8 +194,13 @@ class Forward:
         """The note `name`; what `make` returned the first time, compiled or not."""
         if name not in self.notes:
             self.notes[name] = make()
-        found: T = self.notes[name]
-        return found
+        return self.notes[name]
+
+    def find_frame(self) -> None:
+        """Look in the stack of the entering forward for a frame that lives as long, once."""
+        callers, last = frames_from(sys._getframe(2)), ("_call_impl", "around_decoder")
+        found = (frame for frame in callers if frame.f_code.co_name in last)
+        self.frame = self.frame or next(found, None)
 
     @property
     def runs(self) -> bool:
@@ -242,9 +248,7 @@ def call_all(acts: Sequence[Callable[[], Any]]) -> None:
 
 def cache_after(forward: Forward, output: Any) -> Any:
     """The cache that a forward of the decoder has filled with its own keys; None: no cache."""
-    if forward.cache is not None:
-        return forward.cache
-    return own_cache(cache_of(output))
+    return own_cache(cache_of(output)) if forward.cache is None else forward.cache
 
 
 class OneMask(Enum):
@@ -282,8 +286,8 @@ class Current:
     def forward(self) -> Forward | None:
         """The forward in progress; None if no scope takes part in one."""
         forward = _local.state.forward
-        ended = forward is None or not forward.entered  # maybe by another thread
-        return None if ended else forward
+        # Another thread may have ended it.
+        return forward if forward is not None and forward.entered else None
 
     @forward.setter
     def forward(self, forward: Forward | None) -> None:

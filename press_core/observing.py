@@ -86,13 +86,11 @@ class AttentionPass:
     @property
     def occupied(self) -> Tensor | None:
         """Which slots of the layer hold tokens of their row, `(B, S)` bool; None: all."""
-        batch, n = self.hidden_states.shape[:2]
+        (batch, n), mask = self.hidden_states.shape[:2], self.mask
         if self.layer.is_pruned or self.layer.n_seen != n:
-            return occupied_slots(self.mask, self.layer, n, n_held=n)
+            return occupied_slots(mask, self.layer, n, n_held=n)
         # The layer holds only the tokens of this forward: a context in one forward.
-        return self.forward.once(
-            lambda: masks.prefill_tokens(self.mask, n, batch), "tokens", self.mask, n
-        )
+        return self.forward.once(lambda: masks.prefill_tokens(mask, n, batch), "tokens", mask, n)
 
 
 def call_of(passed: AttentionPass, keys: Tensor, values: Tensor, **fields: Any) -> AttentionCall:
@@ -165,9 +163,6 @@ def with_steps(call: AttentionCall, memory: Memory, limit: int | None = None) ->
     query, ids = call.query, states.get("position_ids")
     if query is not None:
         query = Query(states["query"], query.is_rotated)
-    at = replace(
-        call.at,
-        embeddings=(states["cos"], states["sin"]) if "cos" in states else None,
-        ids=None if ids is None else ids.squeeze(-1),
-    )
+    embeddings = (states["cos"], states["sin"]) if "cos" in states else None
+    at = replace(call.at, embeddings=embeddings, ids=None if ids is None else ids.squeeze(-1))
     return call.replace(hidden_states=hidden_states, query=query, at=at)

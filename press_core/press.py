@@ -133,8 +133,7 @@ class Press:
         names = [field.name for field in fields(self)]
         if self.ratio_field not in names:
             raise errors.HyperparameterError(
-                f"{type(self).__name__} takes no compression ratio, nor a number of tokens; it has "
-                f"the fields {', '.join(names)}"
+                f"{type(self).__name__} takes no compression ratio; its fields: {', '.join(names)}"
             )
         changed = self.changed(**{self.ratio_field: compression_ratio})
         is_set = changed.amount == compression_ratio
@@ -223,9 +222,7 @@ class Press:
 
     def compress(self, call: AttentionCall) -> Eviction:
         """The formula: what to keep of `call`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not define what it keeps: implement compress, or score"
-        )
+        raise NotImplementedError(f"{type(self).__name__} implements neither compress nor score")
 
     def evict(self, call: AttentionCall) -> Eviction:
         """The result of `compress` for `call`, as an `Eviction`.

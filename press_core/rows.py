@@ -96,9 +96,8 @@ class Decisions:
 
     def together(self, parts: list[Tensor]) -> Tensor:
         """Concatenate tensors of each group's rows, in the order of the batch."""
-        if self._order is None:
-            return parts[0]
-        return torch.cat(parts)[self._order.to(parts[0].device)]
+        order = self._order
+        return parts[0] if order is None else torch.cat(parts)[order.to(parts[0].device)]
 
     def slots(self) -> Tensor | None:
         """Indices of the kept slots, `(B, H_kv, n)` int64, -1 if empty; None: not reported.

@@ -134,9 +134,8 @@ class ScopeState:
         self.press.validate()
         if Traits.of(self.press) != self.traits:
             raise ScopeError(
-                f"what {type(self.press).__name__} reads, or when it acts, has changed since its "
-                "scope was opened, with its fields or a press in them; close the scope first, and "
-                "open it again"
+                f"what {type(self.press).__name__} reads, or when it acts, has changed with fields "
+                "since its scope was opened; close the scope first, and open it again"
             )
 
     def acts_in_step(self, n_steps: int, n_new: int) -> bool:
@@ -242,10 +241,8 @@ class ScopeState:
     def _opened_too_late(self) -> str | None:
         """A warning if the scope evicted nothing because it was opened after the prefill."""
         length, tally = self.tally.longest_whole, self.tally
-        if tally.layers or tally.n_contexts or not length:
-            return None
-        decodes = self.traits.phases & Phase.BEHIND_CONTEXTS
-        if decodes or not self.press.acts_on(length):
+        acted = tally.layers or tally.n_contexts or self.traits.phases & Phase.BEHIND_CONTEXTS
+        if acted or not length or not self.press.acts_on(length):
             return None
         return (
             f" evicted nothing: all {length} tokens were in the cache before this scope opened; "
@@ -280,10 +277,7 @@ def _replaced(model: nn.Module, decoder: nn.Module) -> str | None:
     """A warning if `model` no longer has the decoder that its scope was opened on."""
     if any(module is decoder for module in model.modules()):
         return None
-    return (
-        ": the model's decoder was replaced inside the scope, and nothing was pruned since; open "
-        "the scope after such changes"
-    )
+    return ": the decoder was replaced, and nothing was pruned since; open the scope after that"
 
 
 def _original(press: Press) -> Press:

@@ -86,13 +86,13 @@ class Calibration:
             CalibrationError: with the shapes of all tensors, if they are not those of `dims`,
                 disagree about a size, are empty, or hold numbers not `within` the limits.
         """
-        (low, high), dims, sizes = self.within, self.dims(), self._sizes()
-        shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
+        (low, high), dims, sizes, tensors = self.within, self.dims(), self._sizes(), self.tensors
+        shapes = {name: tuple(x.shape) for name, x in tensors.items()}
         fits = shapes == {name: tuple(map(sizes.get, dims[name].split())) for name in dims}
-        if not fits or not all(_is_within(x, low, high) for x in self.tensors.values()):
+        within = (x.numel() and bool(((x >= low) & (x <= high)).all()) for x in tensors.values())
+        if not fits or not all(within):
             raise CalibrationError(
-                f"{self.kind} of {shapes!s:.300}: it must have {dims!s:.300}, of numbers from "
-                f"{low:g} to {high:g}"
+                f"{self.kind} of {shapes!s:.300} must have {dims!s:.300}, from {low:g} to {high:g}"
             )
 
     def _sizes(self) -> dict[str, int]:
@@ -172,8 +172,7 @@ class Calibration:
         path = _found(cls, source, tuple(names))
         read_too = (path, *map(path.with_name, cls.published_files))
         modified = tuple(x.stat().st_mtime_ns for x in read_too if x.is_file())
-        fit: F = _loaded(cls, path.absolute(), modified)  # type: ignore[arg-type]
-        return fit
+        return _loaded(cls, path.absolute(), modified)  # type: ignore[arg-type]
 
     @classmethod
     def published(cls, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
@@ -193,11 +192,6 @@ class Calibration:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_in_words(self.sizes)})"
-
-
-def _is_within(x: Tensor, low: float, high: float) -> bool:
-    """Whether `x` is not empty, and holds numbers from `low` to `high`."""
-    return x.numel() > 0 and bool(((x >= low) & (x <= high)).all())
 
 
 def _in_words(sizes: Mapping[str, int]) -> str:
@@ -235,6 +229,10 @@ def _found(kind: type[Calibration], source: str | Path, names: tuple[str, ...]) 
     ) from cause
 
 
+_ARRAYS: dict[str, Any] = {".npy": np.load, ".tsv": partial(np.loadtxt, dtype="f4", ndmin=2)}
+"""Readers of files with one unnamed array, which some authors publish, by suffix."""
+
+
 @lru_cache(maxsize=4)
 @torch.inference_mode(False)
 def _loaded(kind: type[Calibration], path: Path, _modified: tuple[int, ...]) -> Any:
@@ -244,22 +242,7 @@ def _loaded(kind: type[Calibration], path: Path, _modified: tuple[int, ...]) -> 
         _modified: modification times in ns of what is read, a part of the cache key only.
 
     Raises:
-        CalibrationError: if the file cannot be read as this kind.
-    """
-    tensors, holds = _read(path, kind.kind)
-    if holds not in (kind.kind, ""):
-        raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {kind.kind}")
-    names = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
-    what = f"holds no {kind.kind.removeprefix('a ')}; it holds {names}"
-    with refused(path, what, CalibrationError):
-        return kind.of(floats(tensors if holds else kind.published(tensors, path.parent)))
-
-
-def _read(path: Path, wanted: str) -> tuple[dict[str, Tensor], str]:
-    """The tensors in the file at `path`, and its `kind` ("" in published files).
-
-    Raises:
-        CalibrationError: if it cannot be read, or is of the kind `wanted` in another version.
+        CalibrationError: if the file cannot be read as this kind, or is of another version.
     """
     if path.suffix in (".pt", ".pth", ".bin"):
         raise CalibrationError(
@@ -267,15 +250,17 @@ def _read(path: Path, wanted: str) -> tuple[dict[str, Tensor], str]:
             "convert it to safetensors as docs/learned.md shows"
         )
     with refused(path, "cannot be read", CalibrationError):
-        if path.suffix == ".tsv":  # some authors publish one unnamed array in these formats
-            return {"": torch.as_tensor(np.loadtxt(path, dtype=np.float32, ndmin=2))}, ""
-        if path.suffix == ".npy":
-            return {"": torch.as_tensor(np.load(path, allow_pickle=False))}, ""
-        about, tensors = read(path)
-        holds = about["kind"] if about else ""
-        if holds == wanted:  # other kinds, which are refused, have versions of their own
+        array = _ARRAYS.get(path.suffix)
+        about, tensors = read(path) if array is None else ({}, {"": torch.as_tensor(array(path))})
+        holds = about["kind"] if about else ""  # nothing about published files
+        if holds == kind.kind:  # other kinds, which are refused, have versions of their own
             check_version(about, FORMAT_VERSION)
-        return tensors, holds
+    if holds not in (kind.kind, ""):
+        raise CalibrationError(f"{str(path)!r} holds {holds!r:.80}, not {kind.kind}")
+    names = ", ".join(f"{name!r:.80}" for name in sorted(tensors)[:8])
+    what = f"holds no {kind.kind.removeprefix('a ')}; it holds {names}"
+    with refused(path, what, CalibrationError):
+        return kind.of(floats(tensors if holds else kind.published(tensors, path.parent)))
 
 
 def called(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -100,12 +100,11 @@ class RestoreAdapter(Calibration):
         parts = {"A": ("down", 1.0), "B": ("up", about["lora_alpha"] / rank)}
         adapter = {"embeddings": read(embeddings)[1]["restore_embeddings"]}
         for name, tensor in tensors.items():
-            layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
+            name = name.removeprefix("base_model.model.").removesuffix(".weight")
+            layer, _, part = name.rpartition(".lora_")
             if part in parts:
                 field, factor = parts[part]
-                adapter[f"{field}.{layer.removeprefix('base_model.model.')}"] = (
-                    upcast(tensor) * factor
-                )
+                adapter[f"{field}.{layer}"] = upcast(tensor) * factor
         return adapter
 
 
@@ -201,11 +200,10 @@ class RestoreKV(KVzip, LearnedPress):
     def decide(self, row: Row) -> tuple[Tensor, list[States]]:
         n, amount = len(row.scope.prepared(self)[1].embeddings), self.compression_ratio
         evicts = row.length > max(n, amount.n if isinstance(amount, Tokens) else 0)
+        shape = len(row.scope.sites), row.scope.sites[0].num_kv_heads, row.length
+        kept = row.tokens.new_ones(shape, dtype=torch.bool)
         if evicts:
             kept = self.choose(self.score_row(row), n_joining=n)
-        else:
-            shape = len(row.scope.sites), row.scope.sites[0].num_kv_heads, row.length
-            kept = torch.ones(shape, dtype=torch.bool, device=row.tokens.device)
         # A row that is not pruned does not keep the restore tokens.
         return pad(kept, (0, n), value=evicts), self.restored(row)
 

@@ -120,8 +120,7 @@ class PerLayerCompression(Composition):
         MISSING,
         lambda x: (
             x.evicts in (Evicts.TOKENS, Evicts.PER_HEAD)
-            and x.phases.in_prefill_only
-            and not x.phases & Phase.AFTER_DECODER
+            and x.phases & ~(Phase.CHUNKS | Phase.BEFORE_DECODER) == Phase.PREFILL
         ),
         "a press that evicts tokens after the prefill, from each layer separately",
     )
@@ -158,8 +157,7 @@ class PerLayerCompression(Composition):
     def compress(self, call: AttentionCall) -> Eviction:
         if self._fits(call.length) and not call.budget:
             return Eviction.nothing(call)
-        ratio = self.compression_ratios[call.site.layer_idx]
-        return self.press.with_ratio(ratio).evict(call)
+        return self.press.with_ratio(self.compression_ratios[call.site.layer_idx]).evict(call)
 
     def with_budget(self, tokens: int) -> Press:
         """A copy that keeps `tokens` on average over layers, in the proportions of this one.
@@ -177,12 +175,9 @@ class PerLayerCompression(Composition):
 
     def check_site(self, site: AttentionSite) -> None:
         super().check_site(site)
-        n_layers = n_layers_of(site)
-        if len(self.compression_ratios) != n_layers:
-            raise HyperparameterError(
-                f"{type(self).__name__}: {len(self.compression_ratios)} compression_ratios for a "
-                f"model of {n_layers} layers; give one per layer"
-            )
+        n_layers, n_given = n_layers_of(site), len(self.compression_ratios)
+        allowed = f"one per layer, not {n_given} for a model of {n_layers} layers"
+        require(self, "compression_ratios", n_given == n_layers, allowed)
 
 
 @dataclass

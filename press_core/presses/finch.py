@@ -120,14 +120,12 @@ class Finch(RatioPress):
     def _delimiters(self, ids: Tensor, mask: Any) -> Tensor:
         """Index of the delimiter in each row, `(B,)`; delimiter ids in the padding do not count."""
         delimiter: Any = self.delimiter_token_id
-        found = ids.eq(delimiter)
-        if mask is not None:
-            found &= mask.bool()
-        if bool((found.sum(dim=-1) != 1).any()) or bool(found[:, -1].any()):
-            counts = found.sum(dim=-1).tolist()
+        found = ids.eq(delimiter) & (True if mask is None else mask.bool())
+        counts = found.sum(dim=-1)
+        if bool((counts != 1).any()) or bool(found[:, -1].any()):
             raise UnsupportedInputError(
                 f"each prompt must come in one forward, with the delimiter (token {delimiter}) "
-                f"once and a question after it; found it {counts} times per row"
+                f"once and a question after it; found it {counts.tolist()} times per row"
             )
         return found.int().argmax(dim=-1)
 

@@ -57,9 +57,7 @@ _LAYERS = 2**16
 
 def layer_generator(seed: int | None, layer_idx: int) -> torch.Generator | None:
     """The CPU generator of a seed and layer; None (torch's global generator) if `seed` is None."""
-    if seed is None:
-        return None
-    return torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
+    return None if seed is None else torch.Generator().manual_seed(seed * _LAYERS + layer_idx)
 
 
 SINKS = "sinks before RoPE"
@@ -132,15 +130,13 @@ class StreamingLLMDecoding(SizedPress):
         rotates, sinks = self.rerotate and n_sink > 0, call.carried.get(SINKS)
         if sinks is not None and sinks.shape[2] != n_sink * rotates:
             raise UnsupportedInputError(
-                f"{sinks.shape[2]} sinks of this cache were rotated towards the window; prune it "
-                f"with rerotate=True and n_sink={sinks.shape[2]} again"
+                f"sinks of this cache were rotated: keep rerotate=True and n_sink={sinks.shape[2]}"
             )
         if rotates and sinks is None:  # NaN until the row is pruned for the first time
             precise = torch.promote_types(keys.dtype, torch.float32)
             sinks = torch.full_like(keys[:, :, :n_sink], torch.nan, dtype=precise)
         if call.length <= n:
-            carried = {} if sinks is None else {SINKS: sinks}
-            return replace(Eviction.nothing(call), carried=carried)
+            return replace(Eviction.nothing(call), carried={} if sinks is None else {SINKS: sinks})
         eviction = sinks_and_recent(call, n_sink, n - n_sink)
         return eviction if sinks is None else self.rerotated(eviction, sinks)
 

@@ -197,10 +197,7 @@ class DMS(Around):
         super().validate()
         alone = self.scorer.independent and not self.scorer.all_needs & Needs.MEMORY
         fits = alone or not self.decoding
-        allowed = (
-            "one that scores each token independently (KVzapPress, KnormPress, QFilterPress, or a "
-            "ScorerPress of your own) with decoding=True, as tokens are scored when they are new"
-        )
+        allowed = "one that scores each token independently, such as KVzapPress, if decoding=True"
         require(self, "press", fits, allowed)
 
     @property
@@ -251,8 +248,7 @@ class Merging(ReadingStates, BudgetPress):
         chosen = best_first(self.scorer.checked_scores(call), n)
         kept, evicted = (true_indices(part) for part in (chosen, ~chosen))
         eviction = Eviction.keep(call, kept)
-        values = self.merged(eviction, call.select(evicted))
-        return replace(eviction, values=values)
+        return replace(eviction, values=self.merged(eviction, call.select(evicted)))
 
     def merged(self, kept: Eviction, evicted: AttentionCall) -> Tensor:
         """The kept values with the evicted ones merged into them, `(B, H_kv, n, d)`."""

@@ -193,12 +193,12 @@ class KVzip(ReplayPress):
         seen = call.replace(keys=torch.cat([call.keys[:, :, part] for part in visible], dim=2))
         most = torch.zeros_like(upcast(call.keys[:, :, chunk, 0]))
         norms = None if factors is None else projected_value_norms(call, chunk)
-        for tile in attention_tiles(seen, call.queries()):
+        for heads, rows, weights in attention_tiles(seen, call.queries()):
             # (1, heads, G, rows, chunk)
-            weights = tile.weights[..., n_before : n_before + most.shape[-1]]
+            weights = weights[..., n_before : n_before + most.shape[-1]]
             if norms is not None and factors is not None:
-                weights = weights * norms[:, tile.heads].unsqueeze(3) * factors[tile.rows, None]
-            most[:, tile.heads] = torch.maximum(most[:, tile.heads], weights.amax(dim=(2, 3)))
+                weights = weights * norms[:, heads].unsqueeze(3) * factors[rows, None]
+            most[:, heads] = torch.maximum(most[:, heads], weights.amax(dim=(2, 3)))
         return most
 
     def choose(self, scores: Tensor, n_joining: int = 0) -> Tensor:
@@ -279,9 +279,8 @@ class KVgrad(KVzip):
         except (RuntimeError, NotImplementedError, PressError) as error:
             raise UnsupportedModelError(
                 f"{type(self).__name__} gets no gradient of {type(model).__name__} "
-                f"({sites[0].attn_implementation} attention): "
-                f"{first_line(error)}; load the model outside of torch.inference_mode(), or use "
-                "KVzipPress, which needs none"
+                f"({sites[0].attn_implementation} attention): {first_line(error)}; load the model "
+                "outside of torch.inference_mode(), or use KVzipPress, which needs none"
             ) from error
         return super().prepare(model)
 
@@ -313,17 +312,13 @@ def gradient_norms(
         UnsupportedInputError: if outputs were not observed, or gradients are not finite.
     """
     if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        raise UnsupportedInputError(
-            "gradient checkpointing leaves a training model without its cache; call model.eval() "
-            "or model.gradient_checkpointing_disable()"
-        )
+        raise UnsupportedInputError("gradient checkpointing leaves no cache; call model.eval()")
     outputs: dict[str, Tensor] = {}
 
     def record(name: str, _: Any, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
-        if not states.requires_grad:  # no parameter does: the graph begins at this output
-            states.requires_grad_()
-        outputs[name] = states
+        # If no parameter requires gradients, the graph begins at this output.
+        outputs[name] = states if states.requires_grad else states.requires_grad_()
 
     watched = {**{site.name: site.module for site in sites}, LAST: last_layer(model, sites)}
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
@@ -332,15 +327,12 @@ def gradient_norms(
         run()
         missing = [name for name in watched if name not in outputs]
         if missing:
-            raise UnsupportedInputError(
-                f"the output of {', '.join(missing)} was not observed in a forward"
-            )
+            raise UnsupportedInputError(f"no output of {', '.join(missing)} was observed")
         objective = upcast(outputs.pop(LAST)).square().sum()
         gradients = torch.autograd.grad(objective, [*outputs.values()])
     norms = [upcast(gradient[0]).norm(dim=-1) for gradient in gradients]
     if not all(bool(x.isfinite().all()) for x in norms):
         raise UnsupportedInputError(
-            f"gradients in {gradients[0].dtype} are beyond its range; run the model in bfloat16 or "
-            "float32"
+            f"gradients in {gradients[0].dtype} are beyond its range; use bfloat16 or float32"
         )
     return dict(zip(outputs, norms, strict=True))

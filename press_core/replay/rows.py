@@ -148,9 +148,7 @@ class ReplayPress(RatioPress, InstalledPress):
         with current.apart("pruning"), torch.no_grad(), rotating_as_before(model):
             cache = cache_of(scope.decoder(input_ids=input_ids, use_cache=True))
             self._require_plain(scope, cache, None)
-            rows = [
-                self.score_row(Row(scope, cache, row, ids)) for row, ids in enumerate(input_ids)
-            ]
+            rows = [self.score_row(Row(scope, cache, i, ids)) for i, ids in enumerate(input_ids)]
         known = torch.stack(rows, dim=1)
         scores = known.new_zeros(n_layers_of(scope.sites[0]), *known.shape[1:])
         scores[[site.layer_idx for site in scope.sites]] = known
@@ -167,8 +165,7 @@ class ReplayPress(RatioPress, InstalledPress):
         super().post_init_from_model(model)
         if has_encoder(model):
             raise UnsupportedModelError(
-                f"{type(self).__name__} runs the tokens of a context again, without the encoder; "
-                "use a press that does not replay"
+                f"{type(self).__name__} replays contexts without the encoder; use another press"
             )
 
     def before_decoder(self, scope: ScopeState, forward: Forward) -> Arguments:
@@ -177,8 +174,7 @@ class ReplayPress(RatioPress, InstalledPress):
             for name in ("encoder_hidden_states", "cross_attention_states"):
                 if forward.given.get(name) is not None:
                     raise UnsupportedInputError(
-                        f"{type(self).__name__} runs the tokens of a context again, without the "
-                        f"{name} that the decoder was given; use a press that does not replay"
+                        f"{type(self).__name__} replays contexts without {name}; use another press"
                     )
             cache = cache_before(scope, forward)
             self._require_plain(scope, cache, None)  # `generate` makes 4-d masks for other caches
@@ -210,8 +206,7 @@ class ReplayPress(RatioPress, InstalledPress):
         for depth, site in enumerate(scope.sites):
             chosen = [kept[depth] for kept, _ in decided]
             joining = [joins[depth] for _, joins in decided if joins]
-            even = self.evicts is Evicts.TOKENS
-            store_chosen(scope, forward, cache, site, tokens, chosen, joining, even)
+            store_chosen(scope, forward, cache, site, tokens, chosen, joining)
 
     def _require_plain(self, scope: ScopeState, cache: Any, tokens: Tensor | None) -> None:
         """Raise unless rows can be copied; where `tokens` leave padding out, of plain layers."""
@@ -223,10 +218,9 @@ class ReplayPress(RatioPress, InstalledPress):
             if offloads or (not is_plain and (index in pruned or not has_rows)):
                 kind = "offloaded" if offloads else f"a {type(layer).__name__}"
                 raise UnsupportedCacheError(
-                    f"{type(self).__name__} replays whole contexts, each row of a padded batch "
-                    f"alone, and layer {index} is {kind}, of which such a row "
-                    "cannot be copied; use it alone with a DynamicCache (if rows are padded, run "
-                    "them one by one), or use a press that does not replay"
+                    f"{type(self).__name__} replays whole contexts, each padded row alone, and a "
+                    f"row of layer {index}, {kind}, cannot be copied; use it alone with a plain "
+                    "DynamicCache, padded rows one by one, or use a press that does not replay"
                 )
 
     def _real_tokens(self, forward: Forward) -> Tensor | None:
@@ -249,7 +243,6 @@ def store_chosen(
     occupied: Tensor | None,
     chosen: Sequence[Tensor],
     joining: Sequence[States] = (),
-    even: bool = False,
 ) -> None:
     """Prune a cache layer after the decoder has run, and append tokens to it.
 
@@ -259,21 +252,19 @@ def store_chosen(
         chosen: by row, which of its `n` tokens and `m` appended ones each head of all
             tensor-parallel ranks keeps, `(H_kv, n + m)` bool.
         joining: by row, keys and values to append, `(1, H_kv, m, d)`; empty: none.
-        even: whether all heads of a row keep the same number of tokens.
     """
     layer = caches.known(cache, site.layer_idx)
     require_readable(layer, site)
     (keys, values), seen = layer.states(), tokens_seen(layer, occupied)
     if joining:
-        keys, values = (
-            torch.cat((states, torch.cat(added).to(states)), dim=2)
-            for states, added in zip((keys, values), zip(*joining, strict=True), strict=True)
-        )
-        n_joining = joining[0][0].shape[2]
+        added = [torch.cat(of_rows).to(keys) for of_rows in zip(*joining, strict=True)]
+        keys, values = (torch.cat(both, dim=2) for both in zip((keys, values), added, strict=True))
+        n_joining = added[0].shape[2]
         occupied = None if occupied is None else pad(occupied, (0, n_joining), value=True)
     unknown = keys.new_empty(len(keys), 0, 0)  # hidden states are not read any more
     when = Moment(seen=seen, occupied=occupied)
     call = AttentionCall(site, unknown, keys, values, when=when, scope=scope)
+    even = scope.press.evicts is Evicts.TOKENS  # all heads of a row keep the same number
 
     def decided(part: AttentionCall) -> Eviction:
         of_all = torch.stack([chosen[row] for row in part.when.batch_rows or range(len(chosen))])
@@ -357,8 +348,8 @@ class KVCompose(ReplayPress):
                 norms[layer] = upcast(call.values[:, :, : row.length]).norm(dim=-1)
                 zeros = torch.zeros_like(norms[layer])
                 received[layer] = zeros.unsqueeze(2).repeat(1, 1, groups, 1)
-            for tile in attention_tiles(call, call.queries()):
-                weights, of_heads = tile.weights[..., : row.length], received[layer][:, tile.heads]
+            for heads, _, weights in attention_tiles(call, call.queries()):
+                weights, of_heads = weights[..., : row.length], received[layer][:, heads]
                 if self.agg_task == "max":
                     torch.maximum(of_heads, weights.amax(dim=3), out=of_heads)
                 else:  # a sum for now; divided at the end
@@ -376,9 +367,7 @@ class KVCompose(ReplayPress):
         received = received / received.shape[-1] if self.agg_task == "mean" else received
         scores = received.amax(dim=2) if self.agg_group == "max" else received.mean(dim=2)
         scores = scores * norms if self.add_v_norm else scores
-        if self.add_mean_across_heads:
-            scores = scores + scores.mean(dim=1, keepdim=True)
-        return scores
+        return scores + scores.mean(dim=1, keepdim=True) if self.add_mean_across_heads else scores
 
     def choose(self, scores: Tensor) -> Tensor:
         length = scores.shape[-1]

@@ -26,14 +26,14 @@ def test_tiles_of_attention_are_parts_of_all_of_it(window, at_once, monkeypatch)
     call = drawn_call(LENGTH, site=with_sinks())
     whole, seen = window_attention(call, window), torch.zeros(KV_HEADS, window)
     smallest = BATCH * GROUP * LENGTH
-    for tile in attention_tiles(call, call.queries(window)):
-        assert tile.weights.numel() <= max(at_once, smallest)
-        end = LENGTH - window + tile.rows.stop
-        assert tile.weights.shape[-1] == end
-        part = whole[:, tile.heads, :, tile.rows]
-        torch.testing.assert_close(tile.weights, part[..., :end])
+    for heads, rows, weights in attention_tiles(call, call.queries(window)):
+        assert weights.numel() <= max(at_once, smallest)
+        end = LENGTH - window + rows.stop
+        assert weights.shape[-1] == end
+        part = whole[:, heads, :, rows]
+        torch.testing.assert_close(weights, part[..., :end])
         assert not part[..., end:].any()
-        seen[tile.heads, tile.rows] += 1
+        seen[heads, rows] += 1
     assert (seen == 1).all()
 
 
