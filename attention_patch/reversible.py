@@ -176,7 +176,7 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
         shared: run the layer only once per call, at its first place, however often it is wrapped.
 
     Raises:
-        AttributeError: if there is no such attribute.
+        AttributeError: if there is no such attribute, or the object is frozen.
         TypeError: if the attribute cannot be set, or is not stored in the `__dict__` of the object
             (a child module, a slot, or a property with a setter) or, for a class, of it or a base;
             if it, or `layer`, cannot be called (a property of a class); for `__call__` of an

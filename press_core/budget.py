@@ -23,9 +23,8 @@ class Tokens:
     progress: float = 1.0
 
     def __post_init__(self) -> None:
-        counts = isinstance(self.n, Integral) and not isinstance(self.n, bool)
         covers = isinstance(self.progress, Real) and 0 <= self.progress <= 1
-        if not (counts and self.n >= 1 and covers):
+        if not (is_whole(self.n, 1) and covers):
             raise HyperparameterError(
                 f"Tokens({self.n!r}, {self.progress!r}): n must be a number of tokens, 1 or more, "
                 "and progress a number in [0, 1]"
@@ -44,6 +43,11 @@ class Tokens:
 
 Amount = float | Tokens
 """A compression ratio in [0, 1), or the number of tokens to keep."""
+
+
+def is_whole(value: object, at_least: int) -> bool:
+    """Whether `value` is a whole number, `at_least` or more."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
 def is_amount(value: object) -> bool:

@@ -196,7 +196,7 @@ class AttentionCall:
 
         Raises:
             UnsupportedInputError: if the layer was pruned by a press that did not report what it
-                kept, or if positions are in three dimensions.
+                kept, if positions are in three dimensions, or in `remember` while decoding.
         """
         if self.at.rotary is not None:
             return self.at.rotary

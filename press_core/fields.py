@@ -9,10 +9,9 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
 from torch import nn
 
-from press_core.budget import is_amount
+from press_core.budget import is_amount, is_whole
 from press_core.errors import HyperparameterError
 
 
@@ -76,11 +75,7 @@ def require_given(holds: Callable[[Any], bool], allowed: str, **given: Any) -> N
 
 def require_whole(at_least: int, **given: Any) -> None:
     """Raise a `HyperparameterError` unless all are whole numbers, `at_least` or more."""
-
-    def holds(n: Any) -> bool:
-        return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= at_least
-
-    require_given(holds, f"a whole number, {at_least} or more", **given)
+    require_given(lambda n: is_whole(n, at_least), f"a whole number, {at_least} or more", **given)
 
 
 _PLAIN: dict[Any, tuple[type, str]] = {
@@ -94,7 +89,7 @@ _PLAIN: dict[Any, tuple[type, str]] = {
 
 
 def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
-    """Raise if a field of `press` holds a value that it does not take; make numpy's numbers plain.
+    """Raise if a field of `press` holds a value that it does not take; make numbers Python's own.
 
     Types are checked for fields of plain types, of `Literal` strings and of a single press; a field
     that a class leaves for later, `field(init=False)`, once it is set. Only a field of another type
@@ -132,8 +127,9 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
-        if isinstance(value, np.number):  # in its few bits, sums and negative numbers overflow
-            vars(press)[declared.name] = value.item()
+        if type(value) is not float and isinstance(value, Real) and not isinstance(value, int):
+            # Numbers of numpy overflow in their few bits, and tensors take no Fraction.
+            vars(press)[declared.name] = int(value) if isinstance(value, Integral) else float(value)
     for declared in known:
         if "above" in declared.metadata:
             other, value = declared.metadata["above"], getattr(press, declared.name)

@@ -1,6 +1,7 @@
 """What a press cannot do is a clear error, and leaves nothing behind."""
 
 from dataclasses import MISSING, fields, replace
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -68,9 +69,10 @@ def test_a_model_in_place_of_a_press_made(package, name):
         package.PRESSES[name](support.build("llama"))
 
 
-def test_numbers_of_numpy_are_numbers(package):
-    press = package.SnapKVPress(numpy.float16(0.5), window_size=numpy.uint8(4))
-    assert [type(x) for x in (press.compression_ratio, press.window_size)] == [float, int]
+def test_numbers_of_numpy_and_fractions_are_numbers(package):
+    press = package.RKVPress(Fraction(1, 2), numpy.uint8(4), 7, numpy.float64(0.5))
+    assert [type(x) for x in vars(press).values()] == [float, int, int, float, float, int]
+    assert type(package.SnapKVPress(numpy.float16(0.5)).compression_ratio) is float
     assert (-press.window_size, 2 * Tokens(numpy.int8(100)).n) == (-4, 200)
     model, ids, caches = support.build("llama"), support.token_ids(1, 20), []
     for seed, n in ((100, 6), (numpy.int8(100), numpy.int64(6))):
@@ -197,11 +199,8 @@ def test_padding_on_the_right(package):
 @support.both
 @pytest.mark.parametrize("ratios", [[0.5], [0.5, 0.2, 0.1]])
 def test_a_ratio_for_each_layer_and_no_more(package, ratios):
-    model, press = (
-        support.build("llama"),
-        package.PerLayerCompressionPress(package.KnormPress(), ratios),
-    )
-    match = f"{len(ratios)} .* 2 layers"
+    model, match = support.build("llama"), f"{len(ratios)} .* 2 layers"
+    press = package.PerLayerCompressionPress(package.KnormPress(), ratios)
     support.assert_refused(press, model, PressError, match)
     refused = pytest.raises(PressError, match=match)
     with replace(press, compression_ratios=[0.5, 0.2])(model) as scope, refused:

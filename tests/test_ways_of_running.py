@@ -145,9 +145,9 @@ def test_generate_in_chunks_is_generate(package, chunk_size):
 def test_who_takes_a_context_in_one_forward_and_that_chunks_share_a_cache(package, name):
     model, cache = make(), DynamicCache()
     press, ids = example_for(package, name, 0.5, model), context_for(name, LENGTH)
-    told = {"in one forward": (cache, 25), "one cache": (None, 25)}
+    told = {"in one forward": (cache, 25), "one cache": (None, 25), "all chunks": ((), 25)}
     told["to be empty"] = filled(model, None, token_ids(1, 2)), 25
-    told[r"\(B, S\)"] = cache, 25, torch.ones(1, 1, LENGTH, LENGTH)
+    told |= {r"\(B, S\)": (cache, 25, ids[None, None]), "cuts masks": (cache, 25, ids[:, 1:])}
     for why, given in told.items():
         with press(model), pytest.raises(UnsupportedInputError, match=why):
             prefill(model, ids, *given)

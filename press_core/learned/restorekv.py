@@ -145,7 +145,7 @@ class RestoreKV(KVzip, LearnedPress):
     Before KVzip evicts, eight learned embeddings are run after the context, in one pass over the
     full cache with a LoRA adapter active. Their keys and values are added to every head, and KVzip
     evicts eight more tokens per head to make room. New tokens keep the positions that they would
-    have without these. Contexts of at most eight tokens are not pruned.
+    have without these. The eight always stay; contexts of at most eight tokens are not pruned.
 
     Attributes:
         compression_ratio: share of the tokens of all heads that is evicted, in [0, 1), or the

@@ -221,7 +221,7 @@ def similarity(keys: Tensor, threshold: float, n_retained: int, block: int | Non
         cosines = directions[:, :, start : start + step] @ directions.mT
         cosines.diagonal(start, dim1=-2, dim2=-1).zero_()
         similar = (cosines > threshold) * order
-        for _ in range(n_retained):
+        for _ in range(min(n_retained, length)):
             latest = similar.amax(dim=-1, keepdim=True)
             index = (latest.long() - 1).clamp(min=0)
             counted = cosines.gather(-1, index).masked_fill(latest > 0, 0)

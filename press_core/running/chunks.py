@@ -55,16 +55,19 @@ def prefill(
 
     Raises:
         HyperparameterError: if `chunk_size` is not a whole number, 1 or more.
-        UnsupportedInputError: without an empty cache, or if the mask has other dimensions.
+        UnsupportedInputError: without an empty cache, or if the mask has another shape.
     """
     require_whole(1, chunk_size=chunk_size)
-    if past_key_values is None or int(past_key_values.get_seq_length()):
+    if not hasattr(past_key_values, "get_seq_length") or int(past_key_values.get_seq_length()):
         raise UnsupportedInputError(
             "prefill puts all chunks of a context into one cache, which has to be empty; pass a "
             "DynamicCache(), and bring later turns in one forward"
         )
-    if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
-        raise UnsupportedInputError("prefill cuts masks into chunks; pass one of shape (B, S)")
+    shape = None if attention_mask is None else getattr(attention_mask, "shape", "no tensor")
+    if shape not in (None, input_ids.shape):
+        raise UnsupportedInputError(
+            f"prefill cuts masks into chunks; pass one of shape (B, S), as input_ids, not {shape}"
+        )
     output, length, cached = None, input_ids.shape[1], with_cache(model, past_key_values)
     positions = kwargs.pop("position_ids", None)
     if positions is None and attention_mask is not None and not bool(attention_mask.all()):
