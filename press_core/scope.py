@@ -214,7 +214,7 @@ class ScopeState:
                 found = [text for check in checks if (text := check())]
             finally:
                 self.warnings = []
-                self.key.forget()
+                self.key = Key()  # what layers remember goes with the former one
                 self.installed += self.on_layers.drop(self)
                 try:
                     remove_all(self.installed)

@@ -194,5 +194,5 @@ def _copied_layer(layer: Any) -> Any:
         return copy.deepcopy(layer)  # these layers write to their tensors in place
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
-        copied.inner, copied.memories = copy.copy(layer.inner), dict(layer.memories)
+        copied.inner, copied.memories = copy.copy(layer.inner), copy.copy(layer.memories)
     return copied

@@ -70,7 +70,7 @@ def known(cache: Any, layer_idx: int) -> PrunedLayer:
 def _layers(cache: Any) -> list[Any]:
     """The layers of `cache`, for an encoder-decoder those of the decoder's self-attention."""
     own = own_cache(cache)
-    if not isinstance(own, Cache) or not hasattr(own, "layers"):
+    if not isinstance(own, Cache):
         raise UnsupportedCacheError(
             f"a {type(cache).__name__} is no cache with layers; pass a DynamicCache, such as a "
             "model makes where no past_key_values are passed"
@@ -84,14 +84,14 @@ def check_prunable(cache: Any, layer_idx: int) -> None:
     Raises:
         UnsupportedCacheError: if so.
     """
-    if isinstance(cache, Cache) and layer_idx >= len(cache.layers):
-        if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-            return  # created on demand
+    layers = _layers(cache)
+    if layer_idx < len(layers):
+        known(cache, layer_idx)
+    elif getattr(cache, "layer_class_to_replicate", None) is not DynamicLayer:  # added on demand
         raise UnsupportedCacheError(
-            f"cannot prune layer {layer_idx} of a {type(cache).__name__} of {len(cache.layers)} "
+            f"cannot prune layer {layer_idx} of a {type(cache).__name__} of {len(layers)} "
             "layers, which adds none that can be pruned; pass a DynamicCache"
         )
-    known(cache, layer_idx)
 
 
 def is_empty(cache: Any, layer_idx: int) -> bool:

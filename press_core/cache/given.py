@@ -27,13 +27,6 @@ def innermost_frame(module: str, functions: Sequence[str] = ()) -> FrameType | N
     return None
 
 
-def _mask_it_builds_from() -> Tensor | None:
-    """The caller's 2-d mask, where the model asks for sizes to build its own from it."""
-    frame = innermost_frame("transformers.masking_utils")
-    mask = None if frame is None else frame.f_locals.get("attention_mask")
-    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-
 def check_sizes(layer: Any, n_new: int, alone: bool) -> None:
     """Raise if the mask or the tokens of a caller do not fit the sizes that the model asks for.
 
@@ -44,7 +37,10 @@ def check_sizes(layer: Any, n_new: int, alone: bool) -> None:
     Raises:
         UnsupportedInputError: if so.
     """
-    mask, n_seen, count = _mask_it_builds_from(), layer.n_seen, layer.get_seq_length()
+    n_seen, count = layer.n_seen, layer.get_seq_length()
+    frame = innermost_frame("transformers.masking_utils")  # builds its mask from the caller's
+    mask = None if frame is None else frame.f_locals.get("attention_mask")
+    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     if alone and mask is not None:
         _check_mask(mask, layer, count, n_new)
     if n_new > 1 or count != n_seen:  # decode steps do not search the whole stack

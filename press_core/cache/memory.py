@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,29 +16,13 @@ FIRST = 2
 
 
 class Key:
-    """Identifies a scope within the process; copies of a cache keep it.
+    """Identifies a scope within the process. Only the scope holds it, until it closes.
 
     Attributes:
         is_open: whether the scope takes part in forwards that begin now.
-        layers: cache layers with a memory of the scope.
     """
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self.layers: WeakSet[Any] = WeakSet()
-
-    def forget(self) -> None:
-        """Remove the scope's memory from all layers."""
-        # Copied in one piece: a decode step that closing does not wait for may add a layer.
-        for ref in self.layers.data.copy():  # type: ignore[attr-defined]
-            if (layer := ref()) is not None:
-                layer.remember(self, None)
-
-    def __deepcopy__(self, _: Any) -> Key:
-        return self
-
-    def __reduce__(self) -> Any:
-        return Key, ()
+    is_open = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,3 +109,10 @@ class Memory:
         states = {name: x[..., :n_known, :] for name, x in self.last().items()}
         steps = (Step(n_known, states),) if n_known else ()
         return replace(self, ticks=ticks, all_ticks=all_ticks, steps=steps, n_known=n_known)
+
+
+class Memories(WeakKeyDictionary[Key, Memory]):
+    """What open scopes remember about one layer: dropped with their keys, and not pickled."""
+
+    def __reduce__(self) -> Any:
+        return Memories, ()

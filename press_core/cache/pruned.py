@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from press_core.cache import given
-from press_core.cache.memory import Key, Memory
+from press_core.cache.memory import Key, Memories, Memory
 from press_core.cache.tokens import Kept, ReadingNeeds, extended, of_rows
 from press_core.errors import ScopeError, UnsupportedCacheError, UnsupportedInputError
 from press_core.forward import OneMask, current
@@ -74,6 +74,7 @@ class PrunedLayer(DynamicLayer):
     lazy_initialization: Any = _of_inner("lazy_initialization")
     offload: Any = _of_inner("offload")
     prefetch: Any = _of_inner("prefetch")
+    max_batch_size: Any = property(lambda layer: layer.batch)  # transformers 5.2 asks static caches
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -83,7 +84,7 @@ class PrunedLayer(DynamicLayer):
         self.kept = Kept()
         self.needs = ReadingNeeds.NOTHING
         self.carried: dict[str, Tensor] = {}
-        self.memories: dict[Key, Memory] = {}
+        self.memories = Memories()
         self.has_sized_mask = False
 
     def __getattr__(self, name: str) -> Any:
@@ -113,11 +114,6 @@ class PrunedLayer(DynamicLayer):
     def batch(self) -> int:
         """`B`."""
         return len(self.values)
-
-    @property
-    def max_batch_size(self) -> int:
-        """`B`, as transformers 5.2 asks of a static cache before it uses it again."""
-        return self.batch
 
     @property
     def n_counted(self) -> Any:
@@ -270,16 +266,10 @@ class PrunedLayer(DynamicLayer):
 
     def remember(self, key: Key, memory: Memory | None) -> None:
         """Store the memory of a scope for this layer; None removes it."""
-        known = self.memories.pop(key, None)
-        if memory is not None:
+        if memory is None:
+            self.memories.pop(key, None)
+        else:
             self.memories[key] = memory
-            if known is None:  # compiled graphs depend on how many layers there are
-                key.layers.add(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, memories={})
-        for key, memory in state["memories"].items():  # a copy is forgotten with the original
-            self.remember(key, memory if key.is_open else None)
 
     # ---- cache layer interface -------------------------------------------------------------------
 
@@ -363,7 +353,8 @@ class PrunedLayer(DynamicLayer):
         if not self.is_croppable:
             raise UnsupportedCacheError(f"{type(self.inner).__name__} cannot remove latest tokens")
         self.drop_last(remove)
-        self.memories = {key: memory.without_last(remove) for key, memory in self.memories.items()}
+        for key, memory in [*self.memories.items()]:
+            self.memories[key] = memory.without_last(remove)
 
     def drop_last(self, n: int) -> None:
         """Remove the last `n` tokens of every head."""
@@ -387,7 +378,8 @@ class PrunedLayer(DynamicLayer):
         rows = torch.arange(batch, device=indices.device)[indices]  # it may be a bool mask
         self.select_rows(rows)
         known = self.kept, self.carried, self.memories
-        self.kept, self.carried, self.memories = of_rows(known, rows, batch)
+        self.kept, self.carried, memories = of_rows(known, rows, batch)
+        self.memories = Memories(memories)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the states of the batch rows `rows`, in this order; rows may repeat."""

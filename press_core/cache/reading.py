@@ -191,11 +191,7 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
 
 
 def helped(
-    forward: Forward,
-    site: AttentionSite,
-    given: Arguments,
-    layer: Any,
-    attends: bool = False,
+    forward: Forward, site: AttentionSite, given: Arguments, layer: Any, attends: bool = False
 ) -> Arguments:
     """The arguments of an attention module, with a mask and positions that fit its layer.
 

@@ -57,8 +57,7 @@ def _reading_needs(layer: PrunedLayer, first: Any, site: AttentionSite) -> Readi
     if layer.kept.is_padded:
         needs |= ReadingNeeds.MASK
     if not share_a_mask(layer, first):
-        masked = masks.masks_one(site.attn_implementation) or site.signature.masks_one
-        masked = masked or layer.room is not None
+        masked = site.signature.masks_one or layer.room is not None
         needs |= ReadingNeeds.MASK if masked else ReadingNeeds.MASK_OF_MANY
     shift = first.kept.shift if isinstance(first, PrunedLayer) else 0
     if has_own_positions(layer, shift, site) or (layer.is_rerotated and site.place.keeps_count):

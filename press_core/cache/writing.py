@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from press_core.cache.caches import known, mask_layer
 from press_core.cache.in_place import ChannelPrunedLayer
@@ -113,10 +114,8 @@ def _following(eviction: Eviction) -> int:
 
 def _following_now(old: PrunedLayer, occupied: Tensor | None) -> tuple[int, ...]:
     """Position of each row's next token: padding between turns takes no position."""
-    appended = (old.n_recent,) * old.batch
-    if occupied is not None:
-        appended = tuple(occupied[:, old.kept.n_slots :].sum(dim=1).tolist())
-    return tuple([n + more for n, more in zip(old.kept.following or (), appended, strict=True)])
+    real = None if occupied is None else pad(occupied[:, old.kept.n_slots :], (0, 1), value=True)
+    return tuple(old.following_positions(old.n_recent + 1, real)[:, -1].tolist())
 
 
 def _int32(positions: Tensor | None) -> Tensor | None:
@@ -203,15 +202,9 @@ def _ragged(old: PrunedLayer, decisions: Decisions) -> RaggedLayer:
     keys, values = decisions.joined(lambda e: e.keys), decisions.joined(lambda e: e.values)
     site, positions = decisions.call.site, _positions(old, decisions)
     assert positions is not None
-    layer = RaggedLayer.of(
-        keys,
-        values,
-        decisions.joined(chosen),
-        positions.clamp(max=old.n_seen - 1),  # tokens that a press adds count as the last one
-        kept,
-        old,
-        site.num_heads // site.num_kv_heads,
-    )
+    positions = positions.clamp(max=old.n_seen - 1)  # tokens that a press adds count as the last
+    mask, group = decisions.joined(chosen), site.num_heads // site.num_kv_heads
+    layer = RaggedLayer.of(keys, values, mask, positions, kept, old, group)
     layer.carry(_carried(decisions, missing=float("inf")))
     return layer
 

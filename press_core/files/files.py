@@ -154,7 +154,6 @@ def check_version(about: Mapping[str, Any], known: int) -> None:
 MOST = 2**24
 """Upper bound of token counts in a file, which limits the tensors that are made from them."""
 
-_PLAIN = (type(None), bool, int, float, str, list, tuple, torch.dtype, torch.device, Tensor)
 _OF_SCOPES = "memories", "needs", "is_first", "has_sized_mask", "attended_by"
 _DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 
@@ -223,8 +222,9 @@ def _record_of(value: Any, kinds: Kinds) -> dict[str, Any]:
     kind = type(value).__name__
     if type(kinds.get(kind)) is not type(value):
         raise UnsupportedCacheError(
-            f"cannot save a {type(getattr(value, 'inner', value)).__name__}, whose states are in a "
-            "buffer or in the format of a library; use a DynamicCache"
+            f"cannot save a {type(getattr(value, 'inner', value)).__name__}; numbers, strings, "
+            "tensors and layers of a DynamicCache can be saved, none in a buffer or in the format "
+            "of a library"
         )
     if isinstance(value, PrunedLayer):
         busy = value.is_unusable or any(memory.in_prefill for memory in value.memories.values())
@@ -234,13 +234,6 @@ def _record_of(value: Any, kinds: Kinds) -> dict[str, Any]:
                 "whose prefill is under way; save caches between forwards"
             )
     state = {name: x for name, x in vars(value).items() if name not in _OF_SCOPES}
-    for name, x in state.items():
-        for part in x.values() if isinstance(x, dict) else [x]:
-            if not isinstance(part, (*_PLAIN, *map(type, kinds.values()))):
-                raise UnsupportedCacheError(
-                    f"cannot save a {kind}: its {name} is a {type(part).__name__}, and only "
-                    "numbers, strings and tensors can be saved"
-                )
     return {"kind": kind, "state": state}
 
 

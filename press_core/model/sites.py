@@ -57,6 +57,8 @@ class Place:
         keeps_count: whether the model still counts all tokens seen when this layer's keys are
             rerotated: other layers slide and count them too, images have 3-d positions, or the
             model does not derive positions from the cache.
+        sizes_sliding: whether the first of the sites comes before modules with a sliding window, so
+            that a model makes their masks for its length, too, if no layer of the cache slides.
         owner: for a module that is no site, but reads the layer that another module fills, the
             index of that layer.
         slides: whether the module is no site, because it sees a sliding window only.
@@ -65,6 +67,7 @@ class Place:
     depth: int = 0
     n_sites: int = 1
     keeps_count: bool = False
+    sizes_sliding: bool = False
     owner: int | None = None
     slides: bool = False
 

@@ -56,7 +56,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def verified(model: nn.Module) -> tuple[list[AttentionSite], list[AttentionSite]]:
-    """The same, and the unpruned attention modules that need help when the others are pruned."""
+    """The same, and the other attention modules, which read layers that these fill."""
     if not isinstance(model, nn.Module):  # a pipeline holds one
         raise UnsupportedModelError(f"a model is a torch.nn.Module, not a {type(model).__name__}")
     model = uncompiled(model)
@@ -71,27 +71,15 @@ def verified(model: nn.Module) -> tuple[list[AttentionSite], list[AttentionSite]
         raise UnsupportedModelError(
             f"no layer of {type(model).__name__} can give tokens up: {'; '.join(reasons)}"
         )
-    slides = any(site.place.slides for site in found)
+    sliding = [site.layer_idx for site in found if site.place.slides]
+    sizes_sliding = min(sliding, default=0) > sites[0].layer_idx
     for depth, site in enumerate(sites):
         ranks = ranks_of(model) if site.ranks.size > 1 else site.ranks
-        keeps_count = slides or site.rotary_in_3d is not None or site.place.keeps_count
-        place = Place(depth, len(sites), keeps_count)
+        keeps_count = bool(sliding) or site.rotary_in_3d is not None or site.place.keeps_count
+        place = Place(depth, len(sites), keeps_count, sizes_sliding)
         sites[depth] = replace(site, place=place, ranks=ranks)
-    return sites, _bystanders(found, sites)
-
-
-def _bystanders(found: list[AttentionSite], pruned: list[AttentionSite]) -> list[AttentionSite]:
-    """The modules that read pruned layers, or whose window slides in a plain `DynamicCache()`."""
-    rotaries: dict[int | None, Any] = {site.layer_idx: site.rotary for site in pruned}
-    sliding = [site.layer_idx for site in found if site.place.slides]
-    # Otherwise the first layer slides, is not pruned, and sizes the masks of a plain cache.
-    slides_after = min(sliding, default=0) > pruned[0].layer_idx
-    return [
-        # A module that reads another layer's keys rotates its queries as that layer does.
-        replace(site, rotary=rotaries.get(site.place.owner))
-        for site in found
-        if site.place.owner is not None or (site.place.slides and slides_after)
-    ]
+    filled = {site.layer_idx for site in sites}
+    return sites, [site for site in found if site.place.owner in filled]
 
 
 def _kind_of(model: Any) -> str:
@@ -236,8 +224,7 @@ def _evicting_a_token(cache: Any, indices: set[int]) -> Any:
         keys, values = whole.states()
         left = [slot for slot in range(keys.shape[2]) if slot != EVICTED]
         layer = whole.holding(keys[:, :, left], values[:, :, left])
-        positions = torch.tensor(left, dtype=torch.int32).expand(*keys.shape[:2], -1)
-        layer.kept = Kept(positions, len(left), len(left) + 1)
+        layer.kept = Kept(n_slots=len(left), n_seen=len(left) + 1)
         own.layers[index] = layer
     return cache
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from press_core.cache.caches import PrunedHybridLayer, kind_of, sizes_masks
-from press_core.cache.pruned import PrunedLayer
 from press_core.model.decoder import ranks_of
 from press_core.model.rotary import NoRotation, Rotary
 from press_core.model.sites import AttentionSite, HeadGroup, Place, QuerySource, Signature, Softmax
@@ -25,9 +24,6 @@ def probed_site(seen: Seen, all_seen: Sequence[Seen]) -> AttentionSite:
     """
     name, cache = f"{type(seen.module).__name__} ({seen.name})", seen.cache
     site = _measured(seen)
-    if not hasattr(cache, "layers"):
-        what = "no cache" if cache is None else f"a {type(cache).__name__}, which has no layers"
-        return site.refused(f"{name} is given {what}", "pruning")
     if seen.n_forwards > 1:
         return site.refused(f"one {name} serves several layers of the cache", "pruning")
     layer = seen.layer
@@ -37,7 +33,7 @@ def probed_site(seen: Seen, all_seen: Sequence[Seen]) -> AttentionSite:
             "in the config if the model was loaded for contexts shorter than its window"
         )
         return replace(site, place=Place(slides=True)).refused(why, "pruning")
-    if kind_of(layer) not in (PrunedLayer, PrunedHybridLayer):
+    if kind_of(layer) is None:
         owner = _owner(seen, cache)
         why = f"{name} caches in a {type(layer).__name__}, which this project cannot prune"
         why = why if owner is None else f"{name} reads the cache of another layer"

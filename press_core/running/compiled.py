@@ -40,7 +40,8 @@ def runs_eagerly(scope: ScopeState, given: Arguments) -> bool:
     return scope.acts_in_step(known(cache, index).memory(scope.key).ticks + 1 - FIRST, n_new)
 
 
-def _entered_eagerly(
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def enter_eagerly(
     enter: Callable[[ScopeState, Arguments], Arguments], scope: ScopeState, given: Arguments
 ) -> Arguments:
     """`enter` a compiled forward, and run it eagerly until it ends."""
@@ -61,6 +62,3 @@ def _inside(frame: FrameType | None, act: Callable[[], Any]) -> None:
     """Call `act` in `frame`, and not once an interrupt has ended it, nor in another thread."""
     if any(inner is frame for inner in frames_from(sys._getframe())):
         act()
-
-
-enter_eagerly = torch.compiler.disable(_entered_eagerly, recursive=False)

@@ -12,11 +12,9 @@ from press_core.traits import Evicts, Phase
 
 
 def let_slide(scope: ScopeState, cache: Any) -> None:
-    """Give an empty cache without a config the sliding-window layers that the model's own has.
-
-    If no cache layer is a sliding one, the model makes all masks for the length of the first layer.
-    """
-    if not _sliding(scope) or getattr(cache, "layer_class_to_replicate", None) is not DynamicLayer:
+    """Give an empty cache without a config the sliding-window layers that the model's own has."""
+    is_plain = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
+    if not (is_plain and scope.sites[0].place.sizes_sliding):
         return
     layers = list(enumerate(cache.layers))
     if all(type(layer) is DynamicLayer and is_empty(cache, index) for index, layer in layers):
@@ -28,15 +26,11 @@ def refuse_full(scope: ScopeState, forward: Forward) -> None:
     decodes = scope.traits.phases & Phase.BEHIND_CONTEXTS
     if forward.is_context or not decodes or scope.press.evicts is Evicts.NOTHING:
         return
-    layers = forward.cache.layers if isinstance(forward.cache, Cache) else []
-    found = [layers[index] for index in _sliding(scope) if index < len(layers)]
-    if any(type(layer) is DynamicLayer for layer in found):
+    cache = forward.cache
+    if not (scope.sites[0].place.sizes_sliding and isinstance(cache, Cache)):
+        return
+    if any(type(x) is DynamicLayer for x in cache.layers) and not any(cache.is_sliding):
         raise UnsupportedCacheError(
-            f"{type(scope.press).__name__} would prune a {type(forward.cache).__name__} without "
+            f"{type(scope.press).__name__} would prune a {type(cache).__name__} without "
             "sliding windows, which this model has; fill a DynamicCache(config=model.config)"
         )
-
-
-def _sliding(scope: ScopeState) -> list[int]:
-    """Indices of the cache layers that have a sliding window in a cache made for the model."""
-    return [other.layer_idx for other in scope.bystanders if other.place.owner is None]

@@ -84,10 +84,9 @@ SELECTING = {
 @pytest.mark.parametrize("how", SELECTING)
 def test_rows_are_selected_with_everything_known_of_them(how):
     layer, key = pruned(n_later=1), Key()
-    key.is_open = True  # else a copy has no memory of it
     turned = torch.arange(KEPT, dtype=torch.int32).expand(BATCH, HEADS, KEPT)
     hidden, received = torch.randn(BATCH, 1, DIM), torch.randn(BATCH, HEADS, KEPT)
-    layer.memories = {key: Memory(5, 6, (Step(1, {"hidden": hidden}),), {"received": received})}
+    layer.remember(key, Memory(5, 6, (Step(1, {"hidden": hidden}),), {"received": received}))
     layer.carried = {"sinks": torch.randn(BATCH, HEADS, 1, DIM)}
     real, following = torch.rand(BATCH, SEEN) < 0.5, (4, 2, 3)  # rows lag behind the first
     layer.kept = Kept(POSITIONS, KEPT, SEEN, (2, 3, 4), real, turned, following, SEEN - KEPT)

@@ -191,11 +191,12 @@ def test_a_quantized_cache(tmp_path):
 
 
 def test_caches_that_cannot_be_kept(tmp_path):
-    config, torn, begun, other = model_of().config, cache_of(), cache_of(), DynamicCache()
-    not_saved(StaticCache(config=config, max_cache_len=8), tmp_path, "a StaticCache")
+    torn, begun, other, key = cache_of(), cache_of(), DynamicCache(), Key()
+    static = StaticCache(config=model_of().config, max_cache_len=8)
+    not_saved(static, tmp_path, "a StaticCache")
     torn.layers[1].is_unusable = True
     not_saved(torn, tmp_path, "abandoned")
-    begun.layers[0].memories[Key()] = Memory(in_prefill=True)
+    begun.layers[0].remember(key, Memory(in_prefill=True))
     not_saved(begun, tmp_path, "whose prefill is under way")
     for name in ("AdaKVPress", "ThinKPress"):
         was_reset = cache_of(name)
@@ -203,13 +204,13 @@ def test_caches_that_cannot_be_kept(tmp_path):
         not_saved(was_reset, tmp_path, "abandoned.*reset")
     other.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     other.layers[0].helper = object()
-    not_saved(other, tmp_path, "its helper is a object")
+    not_saved(other, tmp_path, "cannot save a object")
 
 
 def test_what_a_scope_remembers_is_not_kept(tmp_path):
     """Scopes of another process have the same numbers."""
-    cache = cache_of()
-    cache.layers[0].memories[Key()] = Memory(7)
+    cache, key = cache_of(), Key()
+    cache.layers[0].remember(key, Memory(7))
     loaded = load_cache(save_cache(cache, tmp_path / "a", model_of()), model_of())
     assert not loaded.layers[0].memories
 
