@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache
 from press_core import errors, running
 from press_core.cache import caches, masks, reading, slots
 from press_core.cache.memory import FIRST
-from press_core.cache.one_mask import one_mask
+from press_core.cache.one_mask import SEES_ALL, one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.engine import evicts_later, prune_before, require_readable
-from press_core.forward import Arguments, Forward, OneMask, Progress, cache_after, current
+from press_core.forward import Arguments, Forward, Progress, cache_after, current
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
 from press_core.scope import ScopeState
@@ -141,7 +141,7 @@ def _prepare_reading(scope: ScopeState, forward: Forward, layers: list[PrunedLay
         return forward.given
     slots.note_masked(forward)
     forward.reading, given = one_mask(forward, scope.sites[0], layers)
-    if forward.reading in (None, OneMask.NONE):
+    if forward.reading is None:
         forward.helped = forward.cache.layers
     return given
 
@@ -313,7 +313,10 @@ def before_attention(
     Args:
         attends: whether an attention function of this library reads the layer.
     """
-    if not forward.helped or (forward.reading is OneMask.NONE and given.get(MASK) is None):
+    if not forward.helped:
+        return given
+    if attends and forward.notes.get(SEES_ALL) and given.get(MASK) is None:
+        forward.reading = forward.helped[site.layer_idx]
         return given
     if site.place.owner is None:
         given = reading.helped(forward, site, given, forward.helped[site.layer_idx], attends)

@@ -256,8 +256,6 @@ class OneMask(Enum):
 
     OF_SLOTS = auto()
     """The decoder got a mask that says which slots hold tokens: the same slots in every layer."""
-    NONE = auto()
-    """A single token sees everything, so that attention functions of this library need no mask."""
     OF_ONE_COLUMN = auto()
     """A single token sees everything: one column is broadcast over layers of any length."""
 

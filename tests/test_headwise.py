@@ -58,8 +58,9 @@ def test_channels_left_out_are_as_good_as_zeros(package, family, implementation)
 
 
 @both
-def test_fewer_channels_need_a_scope(package):
-    model, ids = make(), token_ids(1, 4, seed=2)
+@pytest.mark.parametrize("n_new", [1, 4])
+def test_fewer_channels_need_a_scope(package, n_new):
+    model, ids = make(), token_ids(1, n_new, seed=2)
     caches = [filled(model, think(package, True), token_ids(1, LENGTH)) for _ in range(2)]
     for other in (headwise(make()), package.KnormPress(0.5)(model)):
         with other, pytest.raises(ScopeError, match=r"attention_patch\.headwise\(model\)"):
@@ -67,7 +68,7 @@ def test_fewer_channels_need_a_scope(package):
     _, expected = ran(model, think(package, True), [ids], caches[0])
     _, found = ran(model, headwise, [ids], caches[1])
     assert torch.equal(*found, *expected)
-    caches[1].crop(-4)
+    caches[1].crop(-n_new)
     with pytest.raises(UnsupportedCacheError, match=r"cannot crop 1 token.* assistant"):
         caches[1].crop(-1)
 
@@ -108,9 +109,8 @@ def press_of(package, name, model):
 @pytest.mark.parametrize("name", [*HEADWISE, *ACT_LAST, "channels"])
 def test_offloaded_caches_are_refused(package, name):
     model = make()
-    press = press_of(package, name, model)
     with pytest.raises(UnsupportedCacheError, match="without offloading"):
-        filled(model, press, token_ids(1, LENGTH), Offloaded())
+        filled(model, press_of(package, name, model), token_ids(1, LENGTH), Offloaded())
 
 
 @both

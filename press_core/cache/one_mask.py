@@ -15,6 +15,9 @@ from press_core.cache.tokens import ReadingNeeds
 from press_core.forward import Arguments, Forward, OneMask
 from press_core.model.sites import AttentionSite
 
+SEES_ALL = "sees all"
+"""In `Forward.notes`: attention functions of this library need no mask for the one token."""
+
 
 def one_mask(
     forward: Forward, site: AttentionSite, layers: list[PrunedLayer]
@@ -33,7 +36,8 @@ def one_mask(
         return None, given
     if needs & ReadingNeeds.ATTENTION:
         bare = not needs & ReadingNeeds.MASK and all(layer.room is None for layer in layers)
-        return OneMask.NONE if bare and _is_one_that_sees_all(forward) else None, given
+        forward.notes[SEES_ALL] = bare and _is_one_that_sees_all(forward)
+        return None, given
     if any(layer.kept.is_padded for layer in layers):
         mask = _mask_of_slots(forward, layers)
         if mask is not None:
