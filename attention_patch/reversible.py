@@ -62,7 +62,7 @@ class _Stack:
 
     Attributes:
         original: the attribute in the owner's `__dict__`, or `_MISSING`.
-        patches: the open patches, the latest first.
+        patches: the open patches, the latest first; see `hold`.
         call: runs the layers; None: `run` does.
         is_method: whether the attribute is a plain method of the owner's class.
     """
@@ -71,7 +71,7 @@ class _Stack:
         self.owner, self.name = owner, name
         wrapped = getattr(owner, name)  # a `cached_property` comes into the `__dict__` with this
         self.original = vars(owner).get(name, _MISSING)
-        self.patches: tuple[Patch, ...] = ()
+        self.patches: list[Patch] = []
         self.is_method = type(_inherited(type(owner), name, None)) is FunctionType
         # For a class the unbound attribute: wrapt binds it at each call.
         self.wrapped = _inherited(owner, name, _MISSING) if isinstance(owner, type) else wrapped
@@ -80,15 +80,20 @@ class _Stack:
             raise TypeError(f"{owner.__name__} has {name!r} from its metaclass {kind}; patch that")
         self.wrapper = _Wrapper(self.wrapped, self.run)
         self.wrapper._self_stack = self
-        self.hold(())
+        self.hold()
 
-    def hold(self, patches: tuple[Patch, ...]) -> None:
-        """Set the open patches, the latest first."""
-        first = {patch.layer: patch for patch in patches if patch.shared}
-        self.patches = patches
-        self.layers = tuple(p.layer for p in patches if not p.shared or p is first[p.layer])
-        is_bound = bool(self.layers) and not isinstance(self.owner, type)
-        self.call = self.around(self.beneath) if is_bound else None
+    def hold(self) -> None:
+        """Run the layers of the open patches from now on.
+
+        Garbage collection may remove a patch in any line, within the thread that has the lock.
+        """
+        patches: list[Patch] | None = None
+        while patches != self.patches:
+            patches = self.patches.copy()
+            first = {patch.layer: patch for patch in patches if patch.shared}
+            self.layers = tuple(p.layer for p in patches if not p.shared or p is first[p.layer])
+            is_bound = bool(self.layers) and not isinstance(self.owner, type)
+            self.call = self.around(self.beneath) if is_bound else None
 
     def around(self, call: Layer) -> Layer:
         """`call` wrapped in all layers."""
@@ -139,7 +144,9 @@ class Patch:
             stack = self._stack
             if stack is None:
                 return
-            stack.hold(tuple(p for p in stack.patches if p is not self))
+            if self in stack.patches:
+                stack.patches.remove(self)
+            stack.hold()
             if not stack.patches and (copies := _copies_of(stack.owner)):
                 copies.stacks[:] = [other for other in copies.stacks if other is not stack]
                 if not copies.stacks:
@@ -199,6 +206,7 @@ def wrap(owner: Any, name: str, layer: Layer, shared: bool = False) -> Patch:
 def _install(patch: Patch, owner: Any, name: str) -> None:
     with _lock:
         stack = patch._stack = _stack_of(vars(owner).get(name), owner, name) or _Stack(owner, name)
+        stack.patches.insert(0, patch)  # first, so that nothing unlinks the wrapper meanwhile
         setattr(owner, name, stack.wrapper)
         if vars(owner).get(name) is not stack.wrapper:
             setattr(owner, name, stack.wrapped)
@@ -210,7 +218,7 @@ def _install(patch: Patch, owner: Any, name: str) -> None:
             vars(owner).setdefault("__reduce_ex__", _CleanReduce(owner))
         if (copies := _copies_of(owner)) and stack not in copies.stacks:
             copies.stacks.append(stack)
-        stack.hold((patch, *stack.patches))
+        stack.hold()
 
 
 def is_covered(owner: nn.Module, name: str) -> bool:

@@ -21,7 +21,14 @@ from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import SEES_ALL, one_mask
 from press_core.cache.pruned import PrunedLayer
 from press_core.engine import evicts_later, prune_before, require_readable
-from press_core.forward import Arguments, Forward, Progress, cache_after, current
+from press_core.forward import (
+    Arguments,
+    Forward,
+    Progress,
+    cache_after,
+    current,
+    lasting_frame,
+)
 from press_core.model.sites import AttentionSite
 from press_core.running import chunks
 from press_core.scope import ScopeState
@@ -52,7 +59,7 @@ def joined_forward(scope: ScopeState, given: Arguments) -> Forward | None:
         outer.fail()  # an interrupt has ended it
     is_left_out = left_out and (thread is None or left_out == "all")
     elsewhere = thread is not None and (is_compiling or thread != threading.get_ident())
-    if is_left_out or elsewhere or not scope.is_open:  # another thread may have closed it
+    if is_left_out or elsewhere or not scope.is_open_in(outer):  # another thread may have closed it
         return None
     if outer is not None or not scope.traits.may_pass:
         return _joined(scope, given)
@@ -101,9 +108,9 @@ def begin(scope: ScopeState, forward: Forward, given: Arguments) -> Arguments:
     if not is_compiling:  # compiled forwards are not counted
         if not forward.entered and running.is_early_exit():
             return given
-        forward.find_frame()
+        forward.frame = forward.frame or lasting_frame()
         scope.running[forward] = threading.get_ident()
-        if not scope.is_open:  # another thread has closed it, maybe without waiting for this one
+        if not scope.is_open_in(forward.outer):  # closed by a thread that did not wait for it
             scope.running.pop(forward, None)
             return given
         scope.tally.n_forwards += 1
@@ -148,7 +155,7 @@ def _prepare_reading(scope: ScopeState, forward: Forward, layers: list[PrunedLay
 
 def _settle_layers(scope: ScopeState, forward: Forward) -> None:
     """Put hooks or patches on the layers if the forward needs them, else take them off."""
-    if _is_idle(forward):
+    if _is_idle(scope, forward):
         if forward.reading is None:
             leave(scope, None)
         if not torch.compiler.is_compiling():  # compiled graphs contain what is installed
@@ -176,12 +183,11 @@ def _joined(scope: ScopeState, given: Arguments) -> Forward:
     return forward
 
 
-def _is_idle(forward: Forward) -> bool:
+def _is_idle(scope: ScopeState, forward: Forward) -> bool:
     busy = forward.acting or forward.helped or forward.outer is not None or forward.at_end
-    # If chunks remain, a failure of this one has to be noticed.
-    if busy or forward.n_remaining or len(forward.entered) > 1:
-        return False
-    return not (forward.is_context and forward.entered[0].traits.phases & Phase.AFTER_DECODER)
+    after = forward.is_context and scope.traits.phases & Phase.AFTER_DECODER
+    waits = after or forward.n_remaining > 0  # a failure of a chunk has to be noticed
+    return not busy and not waits and len(forward.entered) == 1
 
 
 def _begin_context(scope: ScopeState, forward: Forward) -> None:
@@ -263,6 +269,8 @@ def leave(scope: ScopeState, output: Any, failed: bool = False) -> None:
     forward = current.forward
     if forward is None or scope is not (forward.entered or [None])[0]:
         return  # the scope does not take part, or an outer one has not left yet
+    if failed and forward.frame is not None and forward.frame is not lasting_frame():
+        return  # what failed is a forward inside of it, which scopes had not entered yet
     current.forward = forward.outer
     if failed:
         forward.fail()

@@ -196,12 +196,6 @@ class Forward:
             self.notes[name] = make()
         return self.notes[name]
 
-    def find_frame(self) -> None:
-        """Look in the stack of the entering forward for a frame that lives as long, once."""
-        callers, last = frames_from(sys._getframe(2)), ("_call_impl", "around_decoder")
-        found = (frame for frame in callers if frame.f_code.co_name in last)
-        self.frame = self.frame or next(found, None)
-
     @property
     def runs(self) -> bool:
         """Whether it is still running, in any thread."""
@@ -237,6 +231,12 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def lasting_frame() -> FrameType | None:
+    """The stack frame of this thread that lives as long as the forward that it enters or leaves."""
+    callers, last = frames_from(sys._getframe(2)), ("_call_impl", "around_decoder")
+    return next((frame for frame in callers if frame.f_code.co_name in last), None)
 
 
 def call_all(acts: Sequence[Callable[[], Any]]) -> None:

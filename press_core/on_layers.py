@@ -27,7 +27,8 @@ class OnLayers:
     opened, so that the inner one acts first.
 
     Attributes:
-        by_scope: what each scope has installed now, the outermost first.
+        by_scope: what each scope has installed now, the outermost first. Replaced, not changed:
+            garbage collection may close a scope in any line.
         are_on: whether all scopes are installed.
         stay: whether they stay installed: graphs were compiled with them, and taking them off would
             cause recompilation.
@@ -42,13 +43,14 @@ class OnLayers:
     def add(self, scope: Any) -> None:
         """Install a scope that opens, and any that are off."""
         with self._lock:
-            self.by_scope[scope] = []
+            self.by_scope = {**self.by_scope, scope: []}
             self.put_on()
 
-    def drop(self, scope: Any) -> list[Removable]:
-        """Forget a scope that closes; returns what it has installed, for removal."""
-        with self._lock:
-            return self.by_scope.pop(scope, [])
+    def drop(self, scope: Any) -> None:
+        """Forget a scope that closes; what it has installed here joins `scope.installed`."""
+        with self._lock:  # in this order: an interrupt may come in between
+            scope.installed += self.by_scope.get(scope, [])
+            self.by_scope = {other: on for other, on in self.by_scope.items() if other is not scope}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def put_on(self) -> None:
@@ -62,6 +64,8 @@ class OnLayers:
                     except BaseException:
                         remove_all(installed)
                         raise
+                    if scope not in self.by_scope:  # closed meanwhile
+                        remove_all(installed)
             self.are_on, self._n_compiled = True, n_compiled()
 
     def take_off(self, scope: Any, entering: Any = None) -> None:

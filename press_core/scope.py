@@ -120,10 +120,12 @@ class ScopeState:
             self.known[id(press)], key = (press, press.prepare(self.model)), id(press)
         return self.known[key][1]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the scope takes part in forwards that begin now."""
-        return self.key.is_open
+    def is_open_in(self, outer: Forward | None) -> bool:
+        """Whether the scope takes part in forwards that begin now, inside of `outer` if any.
+
+        One that is closed inside of `outer` stays open in it.
+        """
+        return self.key.is_open or (outer is not None and self in outer.entered)
 
     def check_fields(self) -> None:
         """Raise if fields of the press have changed for the worse since the scope was opened.
@@ -215,7 +217,7 @@ class ScopeState:
             finally:
                 self.warnings = []
                 self.key = Key()  # what layers remember goes with the former one
-                self.installed += self.on_layers.drop(self)
+                self.on_layers.drop(self)
                 try:
                     remove_all(self.installed)
                 except Exception:  # after an interrupt, closing the scope again removes the rest
@@ -307,7 +309,7 @@ class Scope:
             ScopeError: if the scope is already open.
         """
         with _opening:
-            if self.state is not None and self.state.is_open:
+            if self.state is not None and self.state.key.is_open:
                 raise ScopeError(
                     f"this scope of {type(self.press).__name__} is open already; call the press "
                     "again, `press(model)`, for a second scope"

@@ -3,6 +3,7 @@
 import threading
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -307,10 +308,7 @@ def test_two_threads_that_close_a_scope_of_each_other(package, model):
 
 
 def breaking(place, model, index, error):
-    def fail(*_):
-        raise error
-
-    return place(model.model.layers[index].self_attn, fail)
+    return place(model.model.layers[index].self_attn, Mock(side_effect=error))
 
 
 errors = pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, GeneratorExit])
@@ -321,10 +319,8 @@ errors = pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt,
 def test_a_forward_that_fails(package, error, index, place, model):
     """Its cache is as it was or says that it is pruned in part; nothing else is touched by it."""
     scope, cache = half(package).register(model), DynamicCache(config=model.config)
-    theirs = breaking(place, model, index, error)
-    with pytest.raises(error):
+    with breaking(place, model, index, error), pytest.raises(error):
         prefilled(model, None, cache)
-    theirs.remove()
     assert lengths_of(prefilled(model)) == HALF
     n_pruned = lengths_of(cache).count(LENGTH // 2)
     assert n_pruned in (index, index + 1)
@@ -356,9 +352,10 @@ def test_closing_around_a_forward_that_fails(package, where, error, model):
     assert lengths_of(prefilled(model)) == WHOLE
 
 
+@pytest.mark.parametrize("closing", [False, True])
 @pytest.mark.parametrize("name", ["SnapKVPress", "DecodingPress", "ComposedPress"])
 @both
-def test_a_forward_inside_of_another_one_of_its_model(package, name, model):
+def test_a_forward_inside_of_another_one_of_its_model(package, name, closing, model):
     """As a hook that asks the model itself: both keep what each keeps alone."""
     press, own = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
     ids, other = token_ids(1, LENGTH), token_ids(1, LENGTH // 2)
@@ -367,9 +364,14 @@ def test_a_forward_inside_of_another_one_of_its_model(package, name, model):
 
     def ask(*_):
         theirs.remove()
+        if closing:
+            scope.remove()
         found.append(lengths_of(prefilled(model, other)))
+        fails = model.model.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True)
+        with fails, pytest.raises(ZeroDivisionError):  # a third one, which ends before it begins
+            prefilled(model)
 
     theirs = model.model.embed_tokens.register_forward_hook(ask)
-    with press(model):
+    with press(model) as scope:
         prefilled(model, ids, own)
     assert [lengths_of(own), *found] == expected

@@ -50,37 +50,27 @@ def test_an_exception_inside_the_forward_does_not_leave_a_layer_open(package, na
     """What a scope promised a layer ends with the scope, also if the forward never came to it."""
     model = build("llama", num_layers=3)
     press, cache = example_for(package, name, 0.5, model), DynamicCache(config=model.config)
-
-    def fail(*_):
-        raise KeyError("interrupted")
-
     with press(model):
         model(token_ids(1, 40), past_key_values=cache)
-        handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(fail)
-        with pytest.raises(KeyError, match="interrupted"):
+        k_proj = model.model.layers[1].self_attn.k_proj
+        fails = k_proj.register_forward_hook(lambda *_: {}["interrupted"])
+        with fails, pytest.raises(KeyError, match="interrupted"):
             model(token_ids(1, 3), past_key_values=cache)
-    handle.remove()
     states = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ScopeError, match=r"(inside|keep) the scope"):
         cache.layers[1].update(states, states)
 
 
 @both
-def test_an_exception_after_the_layers_leaves_no_cache_to_read(package):
-    phases, cache = Phase.PREFILL | Phase.AFTER_DECODER, DynamicCache()
-    fails = {"phases": phases, "after_decoder": lambda *_: {}["late"]}
-    press = type("Own", (package.KnormPress,), fails)(0.5)
-    with press(build("llama")) as scope:
-        for error in (KeyError, ScopeError):
-            with pytest.raises(error, match=r"late|exception ended"):
-                scope.model(token_ids(1, 20), past_key_values=cache)
-
-
-@both
-def test_a_replay_that_fails_between_layers_leaves_no_cache_to_read(package):
-    cache, layers = DynamicCache(), [0]
-    with package.KVComposePress(0.5)(build("llama")) as scope:
-        scope.state.tally.record = lambda *_: layers.pop()  # fails for the second layer
+@pytest.mark.parametrize("where", ["after the layers", "between the layers of a replay"])
+def test_an_exception_behind_the_layers_leaves_no_cache_to_read(package, where):
+    phases, cache, layers = Phase.PREFILL | Phase.AFTER_DECODER, DynamicCache(), [0]
+    fails = {"phases": phases, "after_decoder": lambda *_: [].pop()}
+    is_after = where == "after the layers"
+    own = type("Own", (package.KnormPress,), fails) if is_after else package.KVComposePress
+    with own(0.5)(build("llama")) as scope:
+        if not is_after:
+            scope.state.tally.record = lambda *_: layers.pop()  # fails for the second layer
         for error in (IndexError, ScopeError):
             with pytest.raises(error, match=r"pop|exception ended"):
                 scope.model(token_ids(1, 20), past_key_values=cache)

@@ -5,7 +5,7 @@ That each kind of press keeps what it should is in `tests/experiments/test_archi
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from experiments.questions.architectures.decoders import image_inputs, with_image
 from press_core import Needs, ScopeError, UnsupportedInputError, UnsupportedModelError, probe
@@ -43,27 +43,30 @@ def run(model, ids, cache):
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_keys_of_images_move_to_their_places_and_text_goes_on_there(package, ratio):
     """Hooks and patches alike, in the same scope; without one nobody may read such a cache."""
-    model, cache = in_3d(), DynamicCache()
+    model = in_3d()
     press = package.KeyRerotationPress(package.KnormPress(ratio))
-    with press(model):
-        run(model, context(model), cache)
-        run(model, token_ids(1, 3) % 90, cache)
-    for layer in cache.layers:
-        assert layer.all_rotary_positions()[0, 0].tolist() == [*range(round(N * (1 - ratio)) + 3)]
-    with pytest.raises(ScopeError, match="positions"):
-        run(model, token_ids(1, 1) % 90, cache)
+    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=N + 5)):
+        with press(model):
+            run(model, context(model), cache)
+            run(model, token_ids(1, 3) % 90, cache)
+        expected = [*range(round(N * (1 - ratio)) + 3)]
+        for layer in cache.layers:
+            assert layer.all_rotary_positions()[0, 0].tolist() == expected
+        with pytest.raises(ScopeError, match="positions"):
+            run(model, token_ids(1, 1) % 90, cache)
 
 
 @both
 def test_an_image_behind_keys_that_have_moved_is_refused(package):
-    model, cache = in_3d(), DynamicCache()
-    with package.KeyRerotationPress(package.KnormPress(0.5))(model):
-        run(model, 5 + torch.arange(N)[None], cache)
-        held = [layer.get_seq_length() for layer in cache.layers]
-        model.model.rope_deltas = None
-        with pytest.raises(UnsupportedInputError, match=r"image came .* behind keys"):
-            run(model, context(model), cache)
-    assert [layer.get_seq_length() for layer in cache.layers] == held
+    model = in_3d()
+    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=3 * N)):
+        with package.KeyRerotationPress(package.KnormPress(0.5))(model):
+            run(model, 5 + torch.arange(N)[None], cache)
+            held = [layer.get_seq_length() for layer in cache.layers]
+            model.model.rope_deltas = None
+            with pytest.raises(UnsupportedInputError, match=r"image came .* behind keys"):
+                run(model, context(model), cache)
+        assert [layer.get_seq_length() for layer in cache.layers] == held
 
 
 @both

@@ -10,7 +10,9 @@ import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from transformers import DynamicCache
 
 import hooks_impl
 import patch_impl
-from attention_patch.reversible import _install, wrap
+from attention_patch.reversible import _install, _Stack, wrap
 from press_core import ScopeError, kept_lengths
+from press_core.on_layers import OnLayers
 from press_core.scope import ScopeState, bound_to
 from tests import support
 from tests.presses import read_press
@@ -159,9 +162,13 @@ def test_so_is_one_that_could_not_act_in_turn_around_the_decoder(model):
         model.model.forward = former
 
 
+BY_GARBAGE, BY_KEYBOARD = [_Stack.hold, OnLayers.put_on], [_install, wrap, ScopeState.take_off]
+
+
 @support.both
-@pytest.mark.parametrize("interrupted", [_install, wrap, ScopeState.take_off])
+@pytest.mark.parametrize("interrupted", BY_GARBAGE + BY_KEYBOARD)
 def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted, model):
+    """By the keyboard, or as by a garbage collection that closes another scope."""
     source, first = inspect.getsourcelines(interrupted)
     code = inspect.unwrap(interrupted).__code__
 
@@ -171,14 +178,16 @@ def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted
         own = frame.f_code is code and event == "line"
         if own and not source[frame.f_lineno - first].strip().startswith(ends):
             lines.append(frame.f_lineno)
-            if len(lines) == n:
+            if len(lines) == n and interrupted in BY_GARBAGE:
+                other.remove()
+            elif len(lines) == n:
                 raise KeyboardInterrupt
         return trace
 
     press = package.AdaKVPress(package.SnapKVPress(0.5))
     before, n, lines = support.snapshot(model), 0, []
     while len(lines) >= n:
-        n, lines = n + 1, []
+        n, lines, other = n + 1, [], press.register(model)
         sys.settrace(trace)
         try:
             press.register(model).remove()
@@ -186,6 +195,7 @@ def test_opening_and_closing_may_be_interrupted_in_any_line(package, interrupted
             assert len(lines) >= n
         finally:
             sys.settrace(None)
+        other.remove()
         assert support.snapshot(model) == before
     assert n > 8
 
@@ -280,28 +290,23 @@ def test_a_press_keeps_no_part_of_a_model_alive(package, name):
     assert not [part for ref in parts if (part := ref()) is not None]
 
 
-class Removable:
-    def __init__(self, name, removed):
-        self.name, self.removed = name, removed
-
-    def remove(self):
-        self.removed.append(self.name)
-        if self.name == "stuck":
-            raise RuntimeError(self.name)
-
-
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["a", "stuck", "c"]])
 def test_what_was_installed_comes_off_once_the_last_first(names, model):
     """Also if one part cannot."""
     state, removed = bound_to(patch_impl.KnormPress(0.5), model), list[str]()
     state.key.is_open = True
-    for name in names:
-        state.installed.append(Removable(name, removed))
+
+    def remove(name):
+        removed.append(name)
+        if name == "stuck":
+            raise RuntimeError(name)
+
+    state.installed += [SimpleNamespace(remove=partial(remove, name)) for name in names]
     with pytest.raises(RuntimeError, match="stuck") if "stuck" in names else nullcontext():
         state.close()
     state.close()
     assert removed == names[::-1]
-    assert not state.is_open
+    assert not state.key.is_open
     assert state.model is None
 
 

@@ -6,7 +6,8 @@ from torch.nn.functional import pad
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hooks_impl
-from press_core import UnsupportedCacheError, kept_lengths, kept_positions, prefill
+from press_core import kept_lengths, kept_positions, prefill
+from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.running import static
 from tests.decoders import tiny_decoder
 from tests.presses import TABLES, listed, presses_of
@@ -76,18 +77,21 @@ def test_keys_of_padding_may_be_zeros(package):
 
 @pytest.mark.usefixtures("not_compiled")
 def test_generate_builds_block_masks(package):
-    in_generate(package, "streaming", 6, "flex_attention")
+    for room in (12, 1):
+        in_generate(package, "streaming", 6, "flex_attention", room)
 
 
 @in_turn("name, padding", PRESSES, [0, 6])
 def test_generate_builds_a_mask_that_may_be_as_wide_as_one_over_all_tokens(package, name, padding):
-    in_generate(package, name, padding, "sdpa")
+    in_generate(package, name, padding, "sdpa", 12)
+    if name == "streaming":  # the buffer is full when a mask is built, before the press makes room
+        in_generate(package, name, padding, "sdpa", 1)
 
 
-def in_generate(package, name, padding, attention):
+def in_generate(package, name, padding, attention, room):
     model = build("llama", attn_implementation=attention)
     ids, mask, _ = left_padded(2, 20, [padding, 0])
-    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)
+    caches = DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=20 + room)
     given = {"attention_mask": mask, "max_new_tokens": 12} | GREEDY
     with PRESSES[name](package)(model):
         found = [model.generate(ids, past_key_values=cache, **given) for cache in caches]
@@ -149,6 +153,9 @@ def test_a_mask_may_have_a_column_for_each_token_that_the_cache_was_made_for(pac
             given = {"attention_mask": seen[..., :n], "past_key_values": cache}
             logits.append(model(ids[:, 20:], **given).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    if name == "keys":  # which the model reads outside of the scope, too
+        with pytest.raises(UnsupportedInputError, match="column for each of the 24 tokens"):
+            model(ids[:, :1], attention_mask=seen[:, :, :1], past_key_values=static)
 
 
 @in_turn("name, later", ["keys", "rerotated", "streaming", "heavy hitters"], [0, 1])
@@ -258,3 +265,11 @@ def test_a_full_buffer_is_an_error(name):
             model(token_ids(1, 3), past_key_values=cache)
         with pytest.raises(UnsupportedCacheError, match="room for 0 tokens"):
             model.generate(token_ids(1, 20), past_key_values=other, max_new_tokens=4, **GREEDY)
+
+
+def test_pruning_makes_no_room_in_a_layer_that_is_shorter_than_its_window(package):
+    model, press = build("gemma3_text"), package.StreamingLLMDecodingPress(8)
+    cache = filled(model, press, token_ids(1, 13), StaticCache(model.config, max_cache_len=14))
+    filled(model, press, token_ids(1, 1), cache)
+    with pytest.raises(UnsupportedCacheError, match="room for 0 tokens"):
+        filled(model, press, token_ids(1, 1), cache)

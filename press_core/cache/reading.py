@@ -95,6 +95,8 @@ def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Argumen
     """
     given, mask = forward.given, forward.given.get("attention_mask")
     rerotated = [layer for layer in layers if layer.kept.shift]
+    if rerotated and forward.n_tokens > 1 and given.get("cache_position") is not None:
+        given = given.replace(cache_position=None)  # transformers 5.2 builds its mask with it
     if not rerotated or not isinstance(mask, Tensor) or mask.dim() != 2:
         return given
     layer, is_compiling = rerotated[0], torch.compiler.is_compiling()
@@ -182,7 +184,10 @@ def with_newest_columns(forward: Forward, n_filled: int) -> Arguments:
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return forward.given
     n = max([layer.n_recent for layer in caches.pruned_layers(forward.cache)], default=0)
-    mask = masks.part_of(mask, n_filled - n, n + forward.n_tokens)
+    wanted = n + forward.n_tokens
+    # A buffer that was full has no column for a token, which sees itself as it does the one before.
+    is_full = wanted == 1 and mask is not None and mask.shape[-1] == n_filled
+    mask = masks.part_of(mask, n_filled - n - is_full, wanted)
     mask = {**given, "full_attention": mask} if isinstance(given, dict) else mask
     return forward.given.replace(attention_mask=mask)
 
@@ -291,7 +296,8 @@ def _with_positions(
     )
     rotary, n = site.rotation, forward.n_tokens
     if rotary.in_3d and n > 1 and given.get("position_embeddings") is not None:
-        _require_text(site, given, n, layer.n_seen + n)
+        real = _real(forward, mask, layer, layer.n_recent + n)
+        _require_text(site, given, real[:, -n:], layer.n_seen + n)
     embeddings = forward.once(
         lambda: rotary.embeddings(given.get("hidden_states"), positions),
         *("embeddings", positions, rotary.embedding, rotary.layer_type or ""),
@@ -308,24 +314,28 @@ def _positions(forward: Forward, mask: Any, layer: PrunedLayer) -> Tensor:
     q = forward.n_tokens
     # Of a buffer also the slots of tokens that it refuses later, because it is full.
     n = (layer.n_recent if layer.room is None else layer.room) + q
-    real = masks.one_for_all_heads(_recent(forward, mask, layer, n)[:, :, -1:])[:, 0, 0]
+    real = _real(forward, mask, layer, n)
     slots = layer.n_counted + torch.arange(q, device=layer.device)
     return layer.following_positions(n, real).index_select(1, slots)
 
 
-def _require_text(site: AttentionSite, given: Arguments, n: int, n_seen: int) -> None:
+def _real(forward: Forward, mask: Any, layer: PrunedLayer, n: int) -> Tensor:
+    """Which of the `n` columns after the pruned part are not padding, `(1 or B, n)` bool."""
+    return masks.one_for_all_heads(_recent(forward, mask, layer, n)[:, :, -1:])[:, 0, 0]
+
+
+def _require_text(site: AttentionSite, given: Arguments, real: Tensor, n_seen: int) -> None:
     """Raise if new tokens have 3-d positions that are not text, after rerotated keys.
 
     Args:
-        n: number of new tokens.
+        real: which of the new tokens are not padding, `(1 or B, n)` bool.
         n_seen: tokens seen, the new ones included.
 
     Raises:
         UnsupportedInputError: if there are such tokens (an image).
     """
     rotary, (cos, sin) = site.rotation, given.get("position_embeddings")
-    real = masks.visible_tokens(given.get("attention_mask"), n, len(cos))
-    real = cos.new_ones(len(cos), n).bool() if real is None else real.to(cos.device)
+    real = real.to(cos.device)
     last = rotary.find(cos[:, -1:], sin[:, -1:], n_seen)
     n_after = real.flip(-1).long().cumsum(dim=-1).flip(-1) - 1
     made = rotary.embeddings(cos, (last[:, None] - n_after).clamp(min=0))

@@ -31,12 +31,15 @@ def require_room(scope: ScopeState, forward: Forward) -> None:
 
     Torch's own error says only an index. A pruned layer may be pruned again first, to make room.
     """
-    scopes = scope.on_layers.by_scope  # where one prunes by chunk, each makes room for others
-    by_chunk = any([other.traits.phases & Phase.CHUNKS for other in list(scopes)])
+    # Where one scope prunes by chunk, each makes room for others.
+    by_chunk = any([other.traits.phases & Phase.CHUNKS for other in scope.on_layers.by_scope])
     n = forward.n_tokens + (0 if by_chunk else forward.n_remaining)
-    layers = getattr(forward.cache, "layers", [])
-    whole = [layer for layer in layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
-    for layer in whole[:1]:  # all of them hold the same tokens
+    kinds = StaticLayer, PrunedStaticLayer
+    layers = [layer for layer in getattr(forward.cache, "layers", []) if isinstance(layer, kinds)]
+    length = next((_length(layer) for layer in layers if not layer.is_sliding), None)
+    # The window of a sliding layer of this length is as long or longer: pruning makes no room.
+    whole = [x for x in layers if isinstance(x, StaticLayer) and x.max_cache_len == length]
+    for layer in whole[:1]:  # all of them have seen the same tokens
         _require_room(n, layer.max_cache_len - int(_filled(layer)))
 
 
@@ -133,6 +136,11 @@ def _filled(layer: Any) -> Any:
     return (filled * torch.arange(1, len(filled) + 1, device=filled.device)).max()
 
 
+def _length(layer: Any) -> int:
+    """Number of tokens that a static layer was made for."""
+    return int(getattr(layer, "whole", layer.max_cache_len))
+
+
 class PrunedStaticLayer(PrunedLayer):
     """A pruned layer in a buffer; its lengths are tensors, as in static layers of `transformers`.
 
@@ -195,7 +203,7 @@ class PrunedStaticLayer(PrunedLayer):
 
     def get_max_length(self) -> int:
         """Number of tokens that the cache was made for."""
-        return int(getattr(self.inner, "whole", self.max_cache_len))
+        return _length(self)
 
     get_max_cache_shape = get_max_length  # of transformers 5.2
 

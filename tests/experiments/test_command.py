@@ -57,17 +57,14 @@ def invoke(*arguments, status=0):
     return cli(*arguments, of=app, status=status)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ("", Options()),
-        (
-            "--word w --press a --press b --press a --ratio 0 --ratio 0.9 --part 0.5 --colour blue "
-            "--many-rounds 4 --loud",
-            Options("w", ("a", "b"), (0.0, 0.9), 0.5, (Colour.BLUE,), 4, True),
-        ),
-    ],
+FLAGS = (
+    "--word w --press a --press b --press a --ratio 0 --ratio 0.9 --part 0.5 --colour blue "
+    "--many-rounds 4 --loud"
 )
+GIVEN = Options("w", ("a", "b"), (0.0, 0.9), 0.5, (Colour.BLUE,), 4, True)
+
+
+@pytest.mark.parametrize(("arguments", "options"), [("", Options()), (FLAGS, GIVEN)])
 def test_every_option_is_a_flag(arguments, options):
     invoke(*arguments.split())
     assert ECHO.seen == options

@@ -18,7 +18,7 @@ from experiments.testbed.families import VOCABULARY
 from experiments.testbed.recipes import recipe_pair
 from press_core import UnsupportedModelError
 from press_core.press import RatioPress
-from tests.experiments.tiny import SILENT, cli, read_again
+from tests.experiments.tiny import CASES, SILENT, cli, read_again
 from tests.support import build
 
 SMALL = ["--family", "llama", "--dtype", "float32", "--attn", "sdpa", "--length", "20"]
@@ -80,23 +80,11 @@ class WithoutDefaultPress(NewestPress):
 OWN = f"{__name__}:NewestPress,{__name__}"
 
 
-@pytest.mark.parametrize(
-    ("presses", "status", "said"),
-    [
-        (["Knorm", "SnapKVPress"], 0, ["different bits in 0 of 4", "SnapKVPress 2/2"]),
-        (
-            [f"{OWN}:NewestButOnePatch", "KnormPress"],
-            1,
-            # of 20 tokens the hook press keeps 10 to 19, the patch press 0 and 11 to 19
-            ["bits in 2 of 4", "layer 1, row 0, head 1, position 0: hook 10, patch 0"],
-        ),
-        ([f"{OWN}:RefusingPatch"], 1, ["hook runs, patch UnsupportedModelError: not on model."]),
-    ],
-)
+@pytest.mark.parametrize(("presses", "status", "said"), CASES["compared"])
 def test_the_status_tells_whether_all_is_equal_and_the_first_difference_is_named(
     presses, status, said
 ):
-    flags = [word for press in presses for word in ("--press", press)]
+    flags = [word for press in presses for word in ("--press", press.format(own=OWN))]
     result = cli("equivalence", *flags, "--ratio", "0.5", *SMALL, status=status)
     assert all(text in words(result) for text in said), words(result)
 
