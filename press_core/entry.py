@@ -20,6 +20,7 @@ from press_core.cache import caches, masks, reading, slots
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import SEES_ALL, one_mask
 from press_core.cache.pruned import PrunedLayer
+from press_core.cache.tokens import ReadingNeeds
 from press_core.engine import evicts_later, prune_before, require_readable
 from press_core.forward import (
     Arguments,
@@ -323,11 +324,13 @@ def before_attention(
     """
     if not forward.helped:
         return given
-    if attends and forward.notes.get(SEES_ALL) and given.get(MASK) is None:
-        forward.reading = forward.helped[site.layer_idx]
-        return given
     if site.place.owner is None:
-        given = reading.helped(forward, site, given, forward.helped[site.layer_idx], attends)
+        layer = forward.helped[site.layer_idx]
+        if forward.notes.get(SEES_ALL) and given.get(MASK) is None:
+            forward.reading = layer if attends else forward.reading
+            if attends or getattr(layer, "needs", None) is ReadingNeeds.ATTENTION:
+                return given
+        given = reading.helped(forward, site, given, layer, attends)
         forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
         return given
     owner: dict[str, Any] = forward.notes.get((GIVEN, site.place.owner), {})
