@@ -57,6 +57,16 @@ def above(other: str, default: int) -> Any:
     return field(default=default, metadata={"above": other})
 
 
+def plain(value: Any) -> Any:
+    """`value`; a number as one of Python's own.
+
+    Those of numpy overflow in their few bits, and tensors take no Fraction.
+    """
+    if type(value) is float or isinstance(value, int) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def require(press: Any, name: str, holds: bool, allowed: str) -> None:
     """Raise a `HyperparameterError` about the field `name` of `press` unless `holds`."""
     if not holds:
@@ -127,9 +137,8 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
-        if type(value) is not float and isinstance(value, Real) and not isinstance(value, int):
-            # Numbers of numpy overflow in their few bits, and tensors take no Fraction.
-            vars(press)[declared.name] = int(value) if isinstance(value, Integral) else float(value)
+        if plain(value) is not value:
+            vars(press)[declared.name] = plain(value)
     for declared in known:
         if "above" in declared.metadata:
             other, value = declared.metadata["above"], getattr(press, declared.name)

@@ -11,7 +11,7 @@ from press_core.errors import UnsupportedCacheError, UnsupportedInputError
 from press_core.running import static
 from tests.decoders import tiny_decoder
 from tests.presses import TABLES, listed, presses_of
-from tests.support import GREEDY, Latest, both, build, filled, in_turn, left_padded, token_ids
+from tests.support import GREEDY, Latest, both, build, filled, in_turn, left_padded, ran, token_ids
 
 PRESSES = listed("static")
 FORWARDS = 1, 1, 1, 1, 3, 1, 1
@@ -269,7 +269,8 @@ def test_a_full_buffer_is_an_error(name):
 
 def test_pruning_makes_no_room_in_a_layer_that_is_shorter_than_its_window(package):
     model, press = build("gemma3_text"), package.StreamingLLMDecodingPress(8)
-    cache = filled(model, press, token_ids(1, 13), StaticCache(model.config, max_cache_len=14))
-    filled(model, press, token_ids(1, 1), cache)
+    for room, n_steps in ((model.config.sliding_window - 13, 6), (1, 1)):  # one as long slides
+        cache = StaticCache(model.config, max_cache_len=13 + room)
+        ran(model, press, [token_ids(1, 13), *[token_ids(1, 1)] * n_steps], cache)
     with pytest.raises(UnsupportedCacheError, match="room for 0 tokens"):
         filled(model, press, token_ids(1, 1), cache)

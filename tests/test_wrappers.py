@@ -52,18 +52,18 @@ def by_blocks(n, block, choose):
     return chosen
 
 
+def in_blocks(n):
+    chosen = by_blocks(24, n, by_window(6, 24))
+    return lambda p: p.BlockPress(p.SnapKVPress(0.6, window_size=6), n), chosen
+
+
 COMPOSED = {
     "keys, then queries": (
         lambda p: p.ComposedPress([p.KnormPress(0.4), p.SnapKVPress(0.5, window_size=6)]),
         after(by(norms, 36), by_window(6, 18)),
     ),
-    **{
-        f"blocks of {block}, queries": (
-            lambda p, block=block: p.BlockPress(p.SnapKVPress(0.6, window_size=6), block),
-            by_blocks(24, block, by_window(6, 24)),
-        )
-        for block in (5, 16)
-    },
+    "blocks of 5, queries": in_blocks(5),
+    "blocks of 16, queries": in_blocks(16),
 }
 """Presses, and which positions a head keeps, of its queries `(G, S, d)` and its keys `(S, d)`."""
 

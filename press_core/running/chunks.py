@@ -66,7 +66,7 @@ def prefill(
     shape = None if attention_mask is None else getattr(attention_mask, "shape", "no tensor")
     if shape not in (None, input_ids.shape):
         raise UnsupportedInputError(
-            f"prefill cuts masks into chunks; pass one of shape (B, S), as input_ids, not {shape}"
+            f"prefill cuts masks into chunks; pass one of shape (B, S), as input_ids; got {shape}"
         )
     output, length, cached = None, input_ids.shape[1], with_cache(model, past_key_values)
     positions = kwargs.pop("position_ids", None)
