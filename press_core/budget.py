@@ -24,7 +24,7 @@ class Tokens:
 
     def __post_init__(self) -> None:
         covers = isinstance(self.progress, Real) and 0 <= self.progress <= 1
-        if not (is_whole(self.n, 1) and covers):
+        if not (is_whole_number(self.n, 1) and covers):
             raise HyperparameterError(
                 f"Tokens({self.n!r}, {self.progress!r}): n must be a number of tokens, 1 or more, "
                 "and progress a number in [0, 1]"
@@ -45,7 +45,7 @@ Amount = float | Tokens
 """A compression ratio in [0, 1), or the number of tokens to keep."""
 
 
-def is_whole(value: object, at_least: int) -> bool:
+def is_whole_number(value: object, at_least: int) -> bool:
     """Whether `value` is a whole number, `at_least` or more."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
 

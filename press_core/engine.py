@@ -123,7 +123,9 @@ def remembered(press: Press, call: AttentionCall) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for rows, slots, part in groups_of(call):
         for name, of_rows in running.remembered(press, part).items():
-            values = found.setdefault(name, of_rows.new_zeros(call.keys.shape[:3]))
+            if name not in found:
+                found[name] = of_rows.new_zeros(call.keys.shape[:3])
+            values = found[name]
             values[rows] = of_rows if slots is None else values[rows].index_copy(2, slots, of_rows)
     return found
 

@@ -20,7 +20,6 @@ from press_core.cache import caches, masks, reading, slots
 from press_core.cache.memory import FIRST
 from press_core.cache.one_mask import SEES_ALL, one_mask
 from press_core.cache.pruned import PrunedLayer
-from press_core.cache.tokens import ReadingNeeds
 from press_core.engine import evicts_later, prune_before, require_readable
 from press_core.forward import (
     Arguments,
@@ -326,12 +325,12 @@ def before_attention(
         return given
     if site.place.owner is None:
         layer = forward.helped[site.layer_idx]
-        if forward.notes.get(SEES_ALL) and given.get(MASK) is None:
-            forward.reading = layer if attends else forward.reading
-            if attends or getattr(layer, "needs", None) is ReadingNeeds.ATTENTION:
-                return given
+        if attends and forward.notes.get(SEES_ALL) and given.get(MASK) is None:
+            forward.reading = layer
+            return given
         given = reading.helped(forward, site, given, layer, attends)
-        forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
+        if forward.entered[0].bystanders:  # which read layers of other modules
+            forward.notes[GIVEN, site.layer_idx] = {name: given.get(name) for name in _READ}
         return given
     owner: dict[str, Any] = forward.notes.get((GIVEN, site.place.owner), {})
     n, taken = given.get("hidden_states").shape[1], owner.keys() & {*given.names, *given.kwargs}

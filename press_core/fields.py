@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from press_core.budget import is_amount, is_whole
+from press_core.budget import is_amount, is_whole_number
 from press_core.errors import HyperparameterError
 
 
@@ -57,7 +57,7 @@ def above(other: str, default: int) -> Any:
     return field(default=default, metadata={"above": other})
 
 
-def plain(value: Any) -> Any:
+def native(value: Any) -> Any:
     """`value`; a number as one of Python's own.
 
     Those of numpy overflow in their few bits, and tensors take no Fraction.
@@ -85,7 +85,9 @@ def require_given(holds: Callable[[Any], bool], allowed: str, **given: Any) -> N
 
 def require_whole(at_least: int, **given: Any) -> None:
     """Raise a `HyperparameterError` unless all are whole numbers, `at_least` or more."""
-    require_given(lambda n: is_whole(n, at_least), f"a whole number, {at_least} or more", **given)
+    require_given(
+        lambda n: is_whole_number(n, at_least), f"a whole number, {at_least} or more", **given
+    )
 
 
 _PLAIN: dict[Any, tuple[type, str]] = {
@@ -137,8 +139,8 @@ def check_fields(press: Any, kind: type, traits: Collection[str]) -> None:
         if "holds" in declared.metadata:
             holds, allowed = declared.metadata["holds"], declared.metadata["allowed"]
             require(press, declared.name, bool(holds(value)), allowed)
-        if plain(value) is not value:
-            vars(press)[declared.name] = plain(value)
+        if native(value) is not value:
+            vars(press)[declared.name] = native(value)
     for declared in known:
         if "above" in declared.metadata:
             other, value = declared.metadata["above"], getattr(press, declared.name)

@@ -17,7 +17,7 @@ from press_core import errors
 from press_core.budget import Amount, Tokens, n_kept, ratio_of
 from press_core.call import AttentionCall
 from press_core.eviction import Eviction, memory_of
-from press_core.fields import amount_field, check_fields, plain, require
+from press_core.fields import amount_field, check_fields, native, require
 from press_core.forward import Arguments, Forward
 from press_core.model.sites import NEEDS, AttentionSite
 from press_core.tally import Tally
@@ -136,7 +136,7 @@ class Press:
                 f"{type(self).__name__} takes no compression ratio; its fields: {', '.join(names)}"
             )
         changed = self.changed(**{self.ratio_field: compression_ratio})
-        is_set = changed.amount == plain(compression_ratio)
+        is_set = changed.amount == native(compression_ratio)
         require(self, self.ratio_field, is_set, "set by a field of the press, not computed")
         return changed
 

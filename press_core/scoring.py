@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from press_core.budget import Amount, Tokens, is_whole, n_kept
+from press_core.budget import Amount, Tokens, is_whole_number, n_kept
 from press_core.call import AttentionCall
 from press_core.errors import PressError
 from press_core.eviction import Eviction, described, memory_of
@@ -41,7 +41,7 @@ class BudgetPress(Press):
 
     def compress(self, call: AttentionCall) -> Eviction:
         n: Any = self.budget(call)
-        if not is_whole(n, 1):
+        if not is_whole_number(n, 1):
             raise PressError(
                 f"{type(self).__name__} was given a budget of {n!r:.80}; `budget(call)` returns a "
                 "whole number of tokens, 1 or more"

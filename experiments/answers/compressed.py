@@ -15,6 +15,7 @@ from experiments import UserError
 from experiments.answers.prompts import chosen
 from press_core import Phase, RaggedLayer, kept_lengths
 from press_core.cache.in_place import ChannelPrunedLayer
+from press_core.cache.memory import Memories
 from press_core.cache.pruned import PrunedLayer
 from press_core.forward import with_cache
 from press_core.scope import InstalledPress
@@ -194,5 +195,5 @@ def _copied_layer(layer: Any) -> Any:
         return copy.deepcopy(layer)  # these layers write to their tensors in place
     copied = copy.copy(layer)
     if isinstance(layer, PrunedLayer):
-        copied.inner, copied.memories = copy.copy(layer.inner), copy.copy(layer.memories)
+        copied.inner, copied.memories = copy.copy(layer.inner), Memories(layer.memories)
     return copied

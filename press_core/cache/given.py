@@ -164,8 +164,7 @@ def check_arguments(layer: Any, n_new: int) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         return
     n_columns, n_keys = layer.n_seen + n_new, layer.n_slots + n_new
-    of_tokens = n_columns, layer.room and layer.get_max_length()
-    if mask.shape[-1] in of_tokens and n_columns != n_keys:
+    if layer.has_column_for_each_token(mask, n_new) and n_columns != n_keys:
         raise UnsupportedInputError(
             f"an attention_mask of shape {tuple(mask.shape)} has a column for each of the "
             f"{n_columns} tokens, and {n_keys} keys are stored; keep the scope of the press open, "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 WASTE = 0.018
-"""Share of slots that may stay empty at the end of the last block."""
+"""Share of slots that may stay empty: at the end of the last block, or of those of the rows."""
 
 SIZE = 128
 """Slots per block: products with short blocks cost more, long blocks hold more heads."""

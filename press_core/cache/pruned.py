@@ -142,6 +142,13 @@ class PrunedLayer(DynamicLayer):
         """Columns of a mask that the model builds for this layer and `n_new` more tokens."""
         return self.n_old + (self.n_recent + n_new if self.room is None else self.room)
 
+    def has_column_for_each_token(self, mask: Tensor, n_new: int) -> bool:
+        """Whether `mask` has a column for each token that was seen and each of `n_new` more.
+
+        For a buffer it may have columns for all tokens that the cache was made for.
+        """
+        return mask.shape[-1] in (self.n_seen + n_new, self.room and self.get_max_length())
+
     def old_seen(self, context: Tensor | None) -> Tensor | None:
         """Which slots of the pruned part are visible; None: all.
 
@@ -353,8 +360,8 @@ class PrunedLayer(DynamicLayer):
         if not self.is_croppable:
             raise UnsupportedCacheError(f"{type(self.inner).__name__} cannot remove latest tokens")
         self.drop_last(remove)
-        for key, memory in [*self.memories.items()]:
-            self.memories[key] = memory.without_last(remove)
+        known = self.memories.items()
+        self.memories = Memories({key: memory.without_last(remove) for key, memory in known})
 
     def drop_last(self, n: int) -> None:
         """Remove the last `n` tokens of every head."""

@@ -73,14 +73,12 @@ def is_built_for_slots(forward: Forward) -> bool:
 def is_of_tokens(forward: Forward, layer: PrunedLayer) -> bool:
     """Whether the decoder was given a 4-d mask with a column for each token that `layer` has seen.
 
-    Those of this forward included. For a buffer it may have columns for all tokens that the cache
-    was made for.
+    Those of this forward included; see `PrunedLayer.has_column_for_each_token`.
     """
     mask = masks.for_full_attention(forward.given.get("attention_mask"))
     if not isinstance(mask, Tensor) or mask.dim() != 4 or is_built_for_slots(forward):
         return False
-    n_tokens = layer.n_seen + forward.n_tokens
-    return mask.shape[-1] in (n_tokens, layer.room and layer.get_max_length())
+    return layer.has_column_for_each_token(mask, forward.n_tokens)
 
 
 def with_counted_columns(forward: Forward, layers: list[PrunedLayer]) -> Arguments:

@@ -92,7 +92,8 @@ class Calibration:
         within = (x.numel() and bool(((x >= low) & (x <= high)).all()) for x in tensors.values())
         if not fits or not all(within):
             raise CalibrationError(
-                f"{self.kind} of {shapes!s:.300} must have {dims!s:.300}, from {low:g} to {high:g}"
+                f"{self.kind} of {shapes!s:.300}: it must have {dims!s:.300}, of numbers from "
+                f"{low:g} to {high:g}"
             )
 
     def _sizes(self) -> dict[str, int]:

@@ -120,7 +120,8 @@ class PerLayerCompression(Composition):
         MISSING,
         lambda x: (
             x.evicts in (Evicts.TOKENS, Evicts.PER_HEAD)
-            and x.phases & ~(Phase.CHUNKS | Phase.BEFORE_DECODER) == Phase.PREFILL
+            and x.phases.in_prefill_only
+            and not x.phases & Phase.AFTER_DECODER
         ),
         "a press that evicts tokens after the prefill, from each layer separately",
     )

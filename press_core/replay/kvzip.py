@@ -312,7 +312,10 @@ def gradient_norms(
         UnsupportedInputError: if outputs were not observed, or gradients are not finite.
     """
     if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-        raise UnsupportedInputError("gradient checkpointing leaves no cache; call model.eval()")
+        raise UnsupportedInputError(
+            "gradient checkpointing leaves a training model without its cache; call model.eval() "
+            "or model.gradient_checkpointing_disable()"
+        )
     outputs: dict[str, Tensor] = {}
 
     def record(name: str, _: Any, output: Any) -> None:

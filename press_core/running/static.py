@@ -39,8 +39,8 @@ def require_room(scope: ScopeState, forward: Forward) -> None:
     length = next((_length(layer) for layer in layers if not layer.is_sliding), None)
     # A sliding layer of this length slides only if its window is as long; else it gets full.
     slides = length == getattr(getattr(scope.decoder, "config", None), "sliding_window", None)
-    whole = [x for x in layers if isinstance(x, StaticLayer) and x.max_cache_len == length]
-    whole = [layer for layer in whole if not (slides and layer.is_sliding)]
+    filling = [layer for layer in layers if not (slides and layer.is_sliding)]
+    whole = [x for x in filling if isinstance(x, StaticLayer) and x.max_cache_len == length]
     for layer in whole[:1]:  # all of them have seen the same tokens
         _require_room(n, layer.max_cache_len - int(_filled(layer)))
 
